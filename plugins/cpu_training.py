@@ -1,0 +1,63 @@
+"""Labels and statistics on the CPU: the implementations behind the operators of that name.
+
+Invariants: statistics are float64 sums over requests in ascending order, whatever the thread count;
+a position without a label adds exactly nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trtllm_av.plugins.reference import CURVATURE_FLOOR
+
+
+def label_drafts(
+    draft_lens: Tensor,
+    verify_lens: Tensor,
+    accepted_lens: Tensor,
+    trainable_lens: Tensor,
+    overlap: Tensor,
+    *,
+    num_positions: int,
+    confidence: Tensor | None = None,
+) -> Tensor:
+    """As ``reference.label_drafts``; labels [R, num_positions] in the float type of ``overlap``."""
+    drafted, verified, accepted, trainable = (
+        lens.numpy()[:, None] for lens in (draft_lens, verify_lens, accepted_lens, trainable_lens)
+    )
+    positions = np.arange(num_positions, dtype=np.int32)
+    values = overlap.numpy()[:, None]
+    # What the first draft that was not accepted teaches, and the positions that may train at all.
+    first_other = np.where(accepted < verified, 0, values)
+    is_other = (positions == accepted) & (positions < drafted)
+    labels = np.where(is_other, first_other, np.nan).astype(values.dtype, copy=False)
+    np.copyto(labels, 1, where=positions < accepted)
+    np.copyto(labels, np.nan, where=positions >= trainable)
+    if confidence is not None:
+        np.copyto(labels, np.nan, where=~(confidence.numpy() > 0))
+    return torch.from_numpy(labels)
+
+
+def accumulate_statistics(features: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
+    """As ``reference.accumulate_statistics``; statistics [K, 6] float64."""
+    f = features.numpy()[:, :, 0].astype(np.float64)
+    y = labels.numpy().astype(np.float64)
+    c = coefficients.numpy().astype(np.float64)
+    is_known = np.isfinite(f) & np.isfinite(y)
+    is_unknown = ~is_known
+    np.copyto(f, 0, where=is_unknown)
+    np.copyto(y, 0, where=is_unknown)
+    # Bounded, so that the exponential of a negative logit overflows into no warning; σ(−700) is 0.
+    log_odds = np.maximum(c[0] * f + c[1:], -700)
+    p = 1 / (1 + np.exp(-log_odds))
+    terms = np.empty((*f.shape, 6))
+    terms[..., 2] = np.maximum(p * (1 - p), CURVATURE_FLOOR) * is_known
+    terms[..., 1] = terms[..., 2] * f
+    terms[..., 0] = terms[..., 1] * f
+    terms[..., 4] = (y - p) * is_known
+    terms[..., 3] = terms[..., 4] * f
+    terms[..., 5] = is_known
+    # Reducing the outer axis adds whole requests, one after another; no pairwise summation.
+    return torch.from_numpy(np.add.reduce(terms, axis=0))
