@@ -1,0 +1,185 @@
+"""What a user may ask for: per request (SamplingParams) and per engine (SpeculativeConfig).
+
+Invariants: unknown keys are errors; every field is either honoured or refused by name; nothing here
+depends on a model. Shaped like TensorRT-LLM's LLM API, with JSON keys as in vLLM's configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from trtllm_av.runtime.errors import UsageError
+
+AvMode = Literal["adaptive", "shadow", "fixed", "off"]
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """The first problem of a pydantic error as one line: key, offending value, reason."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "value"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key!r} (value {first['input']!r}); remove it"
+    return f"{key}={first['input']!r}: {message}"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, **data: object) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise UsageError(f"{type(self).__name__}: {describe_validation_error(error)}") from None
+
+
+class SamplingParams(_Strict):
+    """How one request is decoded.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``logit_bias`` maps token ids to
+    additive biases; ``allowed_token_ids`` restricts the vocabulary; ``bad_words_ids`` are token sequences
+    that must not be completed. ``logprobs`` asks for the target's log-probability of each emitted token
+    before temperature. ``adaptive=False`` verifies the whole draft; ``num_speculative_tokens`` caps this
+    request's draft (0 switches speculation off, None means the engine's K). ``seed`` None draws one.
+    """
+
+    max_tokens: int = Field(default=32, ge=1)
+    temperature: float = 1.0
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = 1.0
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    min_tokens: int = Field(default=0, ge=0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
+    bad_words_ids: list[list[int]] = Field(default_factory=list)
+    stop: list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: bool = False
+    adaptive: bool = True
+    num_speculative_tokens: int | None = Field(default=None, ge=0)
+
+    @field_validator("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        if not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _temperature(cls, value: float) -> float:
+        if value < 0.0:
+            raise ValueError("must be ≥ 0; 0 decodes greedily")
+        return value
+
+    @field_validator("top_p")
+    @classmethod
+    def _top_p(cls, value: float) -> float:
+        if not 0.0 < value <= 1.0:
+            raise ValueError("must be in (0, 1]; 1 keeps the whole distribution")
+        return value
+
+    @field_validator("allowed_token_ids")
+    @classmethod
+    def _allowed(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and not value:
+            raise ValueError("must name at least one token, or be left out")
+        return value
+
+    @field_validator("bad_words_ids")
+    @classmethod
+    def _bad_words(cls, value: list[list[int]]) -> list[list[int]]:
+        if any(not word for word in value):
+            raise ValueError("holds an empty sequence; remove it")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stop(cls, value: list[str]) -> list[str]:
+        if any(not text for text in value):
+            raise ValueError("holds an empty string; remove it")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias(cls, value: dict[int, float]) -> dict[int, float]:
+        if any(math.isnan(bias) or bias == math.inf for bias in value.values()):
+            raise ValueError("biases must be finite or -inf")
+        return value
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        return self
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the target's law is edited beyond temperature, top-k and top-p: such a row must not train."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words_ids
+            or self.min_tokens
+        )
+
+
+class SpeculativeConfig(_Strict):
+    """Which drafter proposes, how many tokens, and whether verification adapts.
+
+    ``method`` names the drafter family; ``model`` is its checkpoint where the family needs one;
+    ``skip_layers`` (layer_skip only) lists the target layers that the drafter leaves out.
+    ``av_mode``: ``adaptive`` trims, ``shadow`` decides and counts but verifies everything, ``fixed``
+    verifies everything, ``off`` does not draft.
+    """
+
+    method: str = "layer_skip"
+    model: str | None = None
+    num_speculative_tokens: int = Field(default=7, ge=0, le=16)
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    enable_adaptive_verification: bool = True
+    av_mode: AvMode | None = None
+    skip_layers: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculativeConfig:
+        mode = self.resolved_mode
+        if self.num_speculative_tokens == 0 and mode in ("adaptive", "shadow"):
+            raise ValueError(
+                "num_speculative_tokens=0 leaves nothing to adapt; raise it or set av_mode to 'off'"
+            )
+        if self.av_mode == "adaptive" and not self.enable_adaptive_verification:
+            raise ValueError("av_mode='adaptive' contradicts enable_adaptive_verification=false")
+        return self
+
+    @property
+    def resolved_mode(self) -> AvMode:
+        """``av_mode``, or what ``enable_adaptive_verification`` and K imply."""
+        if self.av_mode is not None:
+            return self.av_mode
+        if self.enable_adaptive_verification:
+            return "adaptive"
+        return "fixed" if self.num_speculative_tokens else "off"
+
+    @classmethod
+    def from_json(cls, text: str) -> SpeculativeConfig:
+        """Parse a JSON object; malformed text and unknown keys raise UsageError."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"speculative config is not JSON ({error}): {text!r}") from None
+        if not isinstance(data, dict):
+            raise UsageError(f"speculative config must be a JSON object, not {text!r}")
+        return cls(**data)
