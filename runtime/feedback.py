@@ -1,0 +1,132 @@
+"""What finished rounds teach: statistics for the estimator, kept promises for the probe schedule.
+
+On the CPU an operator costs a fixed time far above its arithmetic on [R, K] numbers, so ten rounds are
+copied first and then labelled, summed and checked together.
+
+Invariants: a refit sees every finished round; all rounds in the buffer were scored with the estimator's
+present coefficients; rows that must not train (``trainable_lens`` 0) are not checked either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trtllm_av.plugins import torch_ops
+from trtllm_av.runtime.depth import DepthController
+from trtllm_av.runtime.estimator import AcceptanceEstimator
+
+_ROUNDS = 10  # divides the refit interval of 100, so that no flush is cut short
+
+
+def accepted_moments(
+    confidence: NDArray[np.floating[Any]], verify_lens: NDArray[np.int32]
+) -> tuple[float, float]:
+    """Expectation and variance of the drafts accepted over all rows, given ``confidence`` [R,K].
+
+    A row that verifies ``verify_lens`` [R] drafts with survivals S_1 ≥ S_2 ≥ … accepts A of them, with
+    E[A] = Σ S_i and E[A²] = Σ (2i−1) S_i; rows are independent.
+    """
+    positions = np.arange(confidence.shape[1], dtype=np.int32)[:, None]
+    # Position-major [K,R]: products and sums run over whole rows of it.
+    survival = confidence.T.copy()
+    for i in range(1, len(survival)):
+        survival[i] *= survival[i - 1]
+    survival *= positions < verify_lens
+    means = survival.sum(axis=0)
+    squares = (2 * positions[:, 0] + 1) @ survival.sum(axis=1)
+    return float(means.sum()), float(squares - means @ means)
+
+
+class RoundFeedback:
+    """Collects rounds of at most ``max_requests`` rows for ``estimator`` and ``controller``.
+
+    ``expected_accepted`` and ``actual_accepted`` add up over all checked rounds. ``dtype`` is that of
+    features, confidence and overlap.
+    """
+
+    def __init__(
+        self,
+        estimator: AcceptanceEstimator,
+        controller: DepthController,
+        max_requests: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.expected_accepted = 0.0
+        self.actual_accepted = 0
+        self._estimator = estimator
+        self._controller = controller
+        self._num_rounds = 0
+        self._num_rows = 0
+        capacity = _ROUNDS * max_requests
+        self._features = torch.empty(capacity, estimator.num_positions, 1, dtype=dtype)
+        self._confidence = torch.empty(capacity, estimator.num_positions, dtype=dtype)
+        self._overlap = torch.empty(capacity, dtype=dtype)
+        # draft_lens, verify_lens, accepted_lens, trainable_lens
+        self._lens = torch.empty(4, capacity, dtype=torch.int32)
+
+    def add(
+        self,
+        features: Tensor,
+        confidence: Tensor,
+        draft_lens: Tensor,
+        verify_lens: Tensor,
+        accepted_lens: Tensor,
+        trainable_lens: Tensor,
+        overlap: Tensor,
+    ) -> None:
+        """Copy a finished round of R rows; the arguments are those of ``label_drafts``.
+
+        ``features`` [R,K,1] and ``confidence`` [R,K] as scored, the lengths [R] int32, ``overlap`` [R].
+        """
+        first, last = self._num_rows, self._num_rows + overlap.numel()
+        # Through NumPy: the same memory at a fraction of the cost of a torch call.
+        self._features.numpy()[first:last] = features.numpy()
+        self._confidence.numpy()[first:last] = confidence.numpy()
+        self._overlap.numpy()[first:last] = overlap.numpy()
+        lens = self._lens.numpy()[:, first:last]
+        lens[0] = draft_lens.numpy()
+        lens[1] = verify_lens.numpy()
+        lens[2] = accepted_lens.numpy()
+        lens[3] = trainable_lens.numpy()
+        self._num_rows = last
+
+    def end_round(self) -> bool:
+        """Count a round, drafted or not; True if the coefficients changed."""
+        self._num_rounds += 1
+        if self._num_rounds == _ROUNDS or self._estimator.is_refit_due:
+            self.flush()
+        return self._estimator.tick()
+
+    def flush(self) -> None:
+        """Hand over what is in the buffer."""
+        rows = self._num_rows
+        self._num_rounds = self._num_rows = 0
+        if rows == 0:
+            return
+        confidence = self._confidence[:rows]
+        draft_lens, verify_lens, accepted_lens, trainable_lens = self._lens[:, :rows]
+        labels = torch_ops.label_drafts(
+            draft_lens,
+            verify_lens,
+            accepted_lens,
+            trainable_lens,
+            self._overlap[:rows],
+            num_positions=self._estimator.num_positions,
+            confidence=confidence,
+        )
+        coefficients = torch.from_numpy(self._estimator.coefficients)
+        statistics = torch_ops.accumulate_statistics(self._features[:rows], labels, coefficients)
+        self._estimator.observe(statistics.numpy(), self._estimator.version)
+
+        is_checked = trainable_lens.numpy() > 0
+        expected, variance = accepted_moments(confidence.numpy(), verify_lens.numpy() * is_checked)
+        actual = int(accepted_lens.numpy() @ is_checked)
+        self.expected_accepted += expected
+        self.actual_accepted += actual
+        self._controller.observe(expected, variance, actual)

@@ -1,0 +1,25 @@
+"""The host benchmark measures what it says."""
+
+from __future__ import annotations
+
+from benchmarks import host
+
+
+def test_rows_name_every_op() -> None:
+    """Guards against an op that is dropped from the benchmark, or timed with nothing to do."""
+    rows = host.measure(requests=(4,), num_positions=3)
+    assert [row.op for row in rows] == ["budget", "decide", "trim", "observe", "round"]
+    assert all(row.R == 4 and row.K == 3 and row.us > 1 for row in rows)
+    whole = rows[-1].us
+    assert whole > max(row.us for row in rows[:-1])
+
+
+def test_the_round_adapts() -> None:
+    """Guards against a benchmark of the trivial round: depth 0, nothing verified, or everything."""
+    state = host.HostRound(64, 7)
+    for _ in range(20):
+        state.round()
+    assert 0 < state.decision.budget < state.decision.draft_lens.sum() + 1
+    assert state.decision.depth > 0
+    assert int(state.verify_lens.sum()) == state.decision.budget
+    assert state.estimator.num_rejected == 0
