@@ -1,0 +1,57 @@
+"""Dummy rounds on an executor and its drafter, for measuring what steps cost before serving starts.
+
+Invariants: only shapes that the scheduler can produce are run; the slots are reset afterwards, and what
+the passes wrote into caches lies behind every later request's length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_av.runtime.engines.base import Executor
+from trtllm_av.runtime.models.batch import PackedBatch
+from trtllm_av.runtime.models.drafters.base import DraftContext, Drafter
+
+
+class ExecutorProbe:
+    """Runs verify passes and drafts over ``context_len`` committed tokens per slot."""
+
+    def __init__(self, executor: Executor, drafter: Drafter, *, context_len: int = 128) -> None:
+        self._executor = executor
+        self._drafter = drafter
+        self._context_len = min(context_len, executor.max_len // 2)
+        generator = torch.Generator().manual_seed(0)
+        self._history = torch.randint(
+            executor.vocab_size, (executor.num_slots, executor.max_len), generator=generator
+        )
+
+    def verify(self, tokens: int, requests: int) -> None:
+        """One verify pass of ``tokens`` tokens, spread evenly over ``requests`` rows."""
+        lengths = torch.full((requests,), tokens // requests, dtype=torch.int64)
+        lengths[: tokens % requests] += 1
+        batch = PackedBatch.pack(
+            self._history[0, :1].repeat(tokens),
+            torch.arange(requests),
+            torch.full((requests,), self._context_len),
+            lengths,
+        )
+        logits, _ = self._executor.verify(batch)
+        logits.argmax(-1)
+
+    def draft(self, requests: int, depth: int) -> None:
+        """Draft ``depth`` tokens for each of ``requests`` rows."""
+        context = DraftContext(
+            torch.arange(requests), torch.full((requests,), self._context_len), self._history
+        )
+        tokens = self._drafter.start(context).argmax(-1)
+        if (vocab_map := self._drafter.draft_to_target) is not None:
+            tokens = vocab_map[tokens]
+        for position in range(1, depth):
+            tokens = self._drafter.step(position, tokens).argmax(-1)
+            if vocab_map is not None:
+                tokens = vocab_map[tokens]
+
+    def reset(self) -> None:
+        """Make the drafter forget the dummy rounds."""
+        for slot in range(self._executor.num_slots):
+            self._drafter.reset(slot)
