@@ -1,0 +1,32 @@
+"""The families of drafters by name; a new family is one file and one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trtllm_av.runtime.errors import UsageError
+from trtllm_av.runtime.models.checkpoint import LoadedModel
+from trtllm_av.runtime.models.drafters.base import Drafter
+from trtllm_av.runtime.models.drafters.draft_model import create_draft_model
+from trtllm_av.runtime.models.drafters.layer_skip import create_layer_skip
+from trtllm_av.runtime.models.kv_cache import KVCache
+from trtllm_av.runtime.params import SpeculativeConfig
+
+DrafterFactory = Callable[[SpeculativeConfig, LoadedModel, KVCache], Drafter]
+
+DRAFTERS: dict[str, DrafterFactory] = {
+    "draft_model": create_draft_model,
+    "layer_skip": create_layer_skip,
+}
+
+
+def create_drafter(config: SpeculativeConfig, target: LoadedModel, cache: KVCache) -> Drafter:
+    """The drafter that ``config.method`` names, for ``target`` and its KV cache.
+
+    Raises UsageError naming the choices for an unknown method, and whatever the family's factory raises.
+    """
+    if config.method not in DRAFTERS:
+        raise UsageError(
+            f"method={config.method!r} is unknown; choose one of {', '.join(sorted(DRAFTERS))}"
+        )
+    return DRAFTERS[config.method](config, target, cache)
