@@ -6,6 +6,7 @@ never assumed ones; av_mode off loads no drafter.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.models.checkpoint import LoadedModel, load_checkpoint
 from trtllm_av.runtime.models.drafters import create_drafter
 from trtllm_av.runtime.models.drafters.base import Drafter
+from trtllm_av.runtime.models.kv_cache import KVCache
 from trtllm_av.runtime.models.smollm2 import cache_folder
 from trtllm_av.runtime.params import SpeculativeConfig
 from trtllm_av.runtime.random_source import KeyedSource
@@ -57,15 +59,19 @@ def load_engine(
         raise UsageError(f"dtype={dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
     loaded = load_checkpoint(model, _DTYPES[dtype]) if isinstance(model, str) else model
     speculative = speculative or NO_SPECULATION
+    mode = speculative.resolved_mode
+    if cost_table is not None and mode not in ("adaptive", "shadow"):
+        raise UsageError(
+            f"cost_table={str(cost_table)!r} has no use in av_mode {mode!r}; leave it out"
+        )
     limit = loaded.config.max_position_embeddings
     length = min(_DEFAULT_MAX_SEQ_LEN, limit) if max_seq_len is None else max_seq_len
     if not 2 <= length <= limit:
         raise UsageError(f"max_seq_len={length} must be from 2 to the model's {limit} positions")
-    mode = speculative.resolved_mode
     num_positions = 0 if mode == "off" else speculative.num_speculative_tokens
-    executor = TorchExecutor(
-        loaded, num_slots=max_batch_size, max_len=length + 2 * (num_positions + 1)
-    )
+    max_len = length + 2 * (num_positions + 1)
+    _check_memory(loaded, max_batch_size, max_len)
+    executor = TorchExecutor(loaded, num_slots=max_batch_size, max_len=max_len)
     drafter = create_drafter(speculative, loaded, executor.cache) if num_positions else None
     cost_model: CostModel | None = None
     if mode in ("adaptive", "shadow"):
@@ -111,3 +117,15 @@ def _cost_model(
     table = load_or_measure(cache_folder(), probe.verify, probe.draft, sizes, key)
     probe.reset()
     return CostModel(table, num_positions=num_positions, is_block=drafter.is_block)
+
+
+def _check_memory(loaded: LoadedModel, num_slots: int, max_len: int) -> None:
+    """Refuse a KV cache that this machine cannot hold, rather than be ended by it later."""
+    needed = KVCache.num_bytes(loaded.config, num_slots, max_len, loaded.dtype)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UsageError(
+            f"max_batch_size={num_slots} × {max_len} positions need a KV cache of "
+            f"{needed / 2**30:.1f} GiB, and this machine has {memory / 2**30:.1f} GiB; "
+            "lower the concurrency or max_seq_len"
+        )

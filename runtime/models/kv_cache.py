@@ -32,6 +32,12 @@ class KVCache:
         self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
 
+    @staticmethod
+    def num_bytes(config: LlamaConfig, num_slots: int, max_len: int, dtype: torch.dtype) -> int:
+        """Memory that a cache of this size takes."""
+        per_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return num_slots * max_len * per_position * dtype.itemsize
+
     def write(
         self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor
     ) -> None:
