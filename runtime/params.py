@@ -139,13 +139,14 @@ class SamplingParams(_Strict):
 class SpeculativeConfig(_Strict):
     """Which drafter proposes, how many tokens, and whether verification adapts.
 
-    ``method`` names the drafter family; ``model`` is its checkpoint where the family needs one;
+    ``method`` names the drafter family; None takes the trained head that ships for the target, and
+    ``layer_skip`` where none does. ``model`` is the drafter's checkpoint where the family needs one;
     ``skip_layers`` (layer_skip only) lists the target layers that the drafter leaves out.
     ``av_mode``: ``adaptive`` trims, ``shadow`` decides and counts but verifies everything, ``fixed``
     verifies everything, ``off`` does not draft.
     """
 
-    method: str = "layer_skip"
+    method: str | None = None
     model: str | None = None
     num_speculative_tokens: int = Field(default=7, ge=0, le=16)
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
@@ -160,6 +161,8 @@ class SpeculativeConfig(_Strict):
             raise ValueError(
                 "num_speculative_tokens=0 leaves nothing to adapt; raise it or set av_mode to 'off'"
             )
+        if self.method is None and self.model is not None:
+            raise ValueError(f"model={self.model!r} needs a method: 'draft_model' or 'eagle'")
         if self.av_mode == "adaptive" and not self.enable_adaptive_verification:
             raise ValueError("av_mode='adaptive' contradicts enable_adaptive_verification=false")
         return self

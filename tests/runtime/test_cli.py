@@ -52,7 +52,9 @@ def run(
     monkeypatch.setenv("TRTLLM_AV_CACHE", str(tmp_path / "cache"))
 
     def call(*args: str, model: str | None = None) -> Result:
-        common = ["--model", model or str(folder), "--cost-table", str(costs)]
+        common = ["--model", model or str(folder)]
+        if not any("av_mode" in arg for arg in args):  # costs are refused where nothing adapts
+            common += ["--cost-table", str(costs)]
         monkeypatch.setattr(sys, "argv", ["trtllm-av-run", *common, *args])
         with pytest.raises(SystemExit) as exit_info:
             main()
@@ -124,6 +126,14 @@ def test_seeds_differ_by_prompt_and_reproduce(run: Run) -> None:
     tokens = [output["token_ids"] for output in first]
     assert tokens == [output["token_ids"] for output in second]
     assert tokens[0] != tokens[1]
+
+
+def test_costs_without_adaptation_are_refused(run: Run) -> None:
+    """Guards against a cost table that the user believes to be in use."""
+    config = ["--speculative-config", '{"av_mode": "fixed"}']
+    result = run("--prompt", "abc", *config, "--cost-table", "costs.json")
+    assert (result.code, result.out) == (2, "")
+    assert "costs.json" in result.err and "'fixed'" in result.err
 
 
 def test_compare_reports_every_mode(run: Run, folder: Path) -> None:
