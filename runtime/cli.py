@@ -47,7 +47,9 @@ def run(
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
     speculative_config: Annotated[
         str | None,
-        typer.Option(help="JSON object; default: the shipped head, else layer_skip; 7 tokens, adaptive."),
+        typer.Option(
+            help="JSON object; default: the shipped head, else layer_skip; 7 tokens, adaptive."
+        ),
     ] = None,
     cost_table: Annotated[
         Path | None, typer.Option(help="Measured step costs; default: measure at start.")

@@ -115,7 +115,7 @@ def read_prompts(path: Path) -> list[PromptRecord]:
 
 def demo_prompts() -> list[PromptRecord]:
     """The ten prompts that come with the package."""
-    file = resources.files("trtllm_av.runtime").joinpath("data", "demo_prompts.jsonl")
+    file = resources.files("trtllm_av.runtime").joinpath("data").joinpath("demo_prompts.jsonl")
     return parse_prompts(file.read_text(encoding="utf-8"), "demo_prompts.jsonl")
 
 

@@ -8,6 +8,7 @@ from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.models.checkpoint import LoadedModel
 from trtllm_av.runtime.models.drafters.base import Drafter
 from trtllm_av.runtime.models.drafters.draft_model import create_draft_model
+from trtllm_av.runtime.models.drafters.eagle import create_eagle, has_packaged_head
 from trtllm_av.runtime.models.drafters.layer_skip import create_layer_skip
 from trtllm_av.runtime.models.kv_cache import KVCache
 from trtllm_av.runtime.params import SpeculativeConfig
@@ -16,6 +17,7 @@ DrafterFactory = Callable[[SpeculativeConfig, LoadedModel, KVCache], Drafter]
 
 DRAFTERS: dict[str, DrafterFactory] = {
     "draft_model": create_draft_model,
+    "eagle": create_eagle,
     "layer_skip": create_layer_skip,
 }
 
@@ -23,10 +25,15 @@ DRAFTERS: dict[str, DrafterFactory] = {
 def create_drafter(config: SpeculativeConfig, target: LoadedModel, cache: KVCache) -> Drafter:
     """The drafter that ``config.method`` names, for ``target`` and its KV cache.
 
-    Raises UsageError naming the choices for an unknown method, and whatever the family's factory raises.
+    Without a method: the trained head that ships for ``target``, else ``layer_skip``. Raises UsageError
+    naming the choices for an unknown method, and whatever the family's factory raises.
     """
-    if config.method not in DRAFTERS:
+    method = config.method
+    if method is None:
+        is_head_shipped = config.skip_layers is None and has_packaged_head(target)
+        method = "eagle" if is_head_shipped else "layer_skip"
+    if method not in DRAFTERS:
         raise UsageError(
-            f"method={config.method!r} is unknown; choose one of {', '.join(sorted(DRAFTERS))}"
+            f"method={method!r} is unknown; choose one of {', '.join(sorted(DRAFTERS))}"
         )
-    return DRAFTERS[config.method](config, target, cache)
+    return DRAFTERS[method](config, target, cache)

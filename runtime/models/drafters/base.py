@@ -4,7 +4,7 @@ A drafter proposes up to ``max_draft_len`` tokens per row, one position at a tim
 logits of position 0, ``step`` those of position i after the tokens of position i−1 were drawn. A block
 drafter computes all positions in ``start`` and only hands them out in ``step``.
 
-Invariants: the logits (and a head's confidence logit) of position i are functions of committed tokens
+Invariants: the logits of position i are functions of committed tokens
 and of the drafts x_0 … x_{i−1} of the same row, never of x_i; a row's logits do not depend on which
 other rows are in the batch. The drafter keeps its own KV state per slot; what it wrote for drafts that
 were rejected or trimmed is overwritten or ignored by the next round.
@@ -85,8 +85,4 @@ class Drafter(Protocol):
 
         Rows whose own draft has ended pass any valid token; their logits are ignored.
         """
-        ...
-
-    def confidence_logit(self, position: int) -> Tensor | None:
-        """[R] log-odds of acceptance from the drafter's own head for ``position``; None without a head."""
         ...

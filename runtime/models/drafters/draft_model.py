@@ -66,9 +66,6 @@ class DraftModelDrafter:
             PackedBatch.pack(tokens, self._slots, lens, torch.ones_like(lens)), logit_rows=None
         )
 
-    def confidence_logit(self, position: int) -> Tensor | None:
-        return None
-
     def _agreed_lens(self, context: DraftContext) -> Tensor:
         """[R] int64, length of the held sequence up to its first token that is not committed."""
         held_lens = self._held_lens[context.slots]

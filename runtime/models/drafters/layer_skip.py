@@ -85,9 +85,6 @@ class LayerSkipDrafter:
     def step(self, position: int, tokens: Tensor) -> Tensor:
         return self._logits(tokens, position)
 
-    def confidence_logit(self, position: int) -> Tensor | None:
-        return None
-
     def _logits(self, tokens: Tensor, position: int) -> Tensor:
         batch = PackedBatch.pack(
             tokens, self._slots, self._first_position + position, torch.ones_like(self._slots)
