@@ -2,7 +2,7 @@
 
 ``budget``: B at one depth. ``decide``: depth and budget together (0, d and one neighbour). ``trim``: the
 operator. ``observe``: labels, statistics, estimator and the check of the promised acceptance. ``round``: all
-that adaptive verification adds to a round — history, decision, trim and what ``observe`` does.
+that adaptive verification adds to a round — plan, trim and ``observe`` of the product's own controller.
 
 ``python -m benchmarks.host [--json]`` prints a row per op, R and K in µs of this thread's processor time, so
 that other work on the machine does not count as ours: the least of several medians. A sample is the mean
@@ -23,12 +23,16 @@ import numpy as np
 import torch
 
 from trtllm_av.plugins import torch_ops
+from trtllm_av.runtime.acceptance import Acceptance
 from trtllm_av.runtime.budget import find_budgets
 from trtllm_av.runtime.confidence import SurvivalHistory
+from trtllm_av.runtime.controller import AdaptiveController
 from trtllm_av.runtime.cost_model import CostModel
 from trtllm_av.runtime.depth import Decision, DepthController
 from trtllm_av.runtime.estimator import AcceptanceEstimator
 from trtllm_av.runtime.feedback import RoundFeedback
+from trtllm_av.runtime.sampling import Distribution
+from trtllm_av.runtime.step import Drafts, Round, RoundOutcome
 
 REQUESTS = (1, 8, 64, 256)
 POSITIONS = 7
@@ -98,7 +102,7 @@ class HostRound:
         self.history.update(self.slots, self.confidence.numpy(), self.limits)
         self.survival = self.history.survival(self.slots)
         self.decision = self.decide()
-        self.live, self.verify_lens, _ = self.trim()
+        _, self.verify_lens, _ = self.trim()
         # Acceptance as promised, so that the controller has no reason to probe more often.
         is_accepted = torch.from_numpy(rng.random(shape, np.float32)) < self.confidence
         self.reach = is_accepted.cumprod(1).sum(1, dtype=torch.int32)
@@ -144,12 +148,40 @@ class HostRound:
         )
         self.feedback.end_round()
 
-    def round(self) -> None:
-        self.survival = self.history.survival(self.slots)
-        self.decision = self.decide()
-        self.live, self.verify_lens, _ = self.trim()
-        self.observe()
-        self.history.update(self.slots, self.confidence.numpy(), self.decision.draft_lens)
+
+class ControlledRound:
+    """All that adaptive verification adds to a round, as the product does it: plan, trim, observe."""
+
+    def __init__(self, num_requests: int, num_positions: int) -> None:
+        state = HostRound(num_requests, num_positions)
+        self.controller = AdaptiveController(
+            "adaptive", num_positions, num_requests, state.cost_model
+        )
+        # The trim reads neither executor nor source.
+        self.round = Round.__new__(Round)
+        self.slots = state.slots
+        self.limits = state.limits.tolist()
+        self.is_adaptive = [True] * num_requests
+        self.drafts = Drafts(
+            torch.zeros(num_requests, num_positions, dtype=torch.int64),
+            state.features,
+            state.confidence,
+            [Distribution.one_hot(torch.zeros(num_requests, dtype=torch.int64), 1)],
+        )
+        self.reach = state.reach.long()
+        self.overlap = state.overlap
+        self.next_tokens = torch.zeros(num_requests, dtype=torch.int64)
+        self.trainable_lens = self.limits
+
+    def __call__(self) -> None:
+        plan = self.controller.plan(
+            self.slots, draft_limits=self.limits, is_adaptive=self.is_adaptive
+        )
+        trim = self.round.trim(plan, self.drafts)
+        accepted_lens = torch.minimum(self.reach, trim.verify_lens)
+        acceptance = Acceptance(accepted_lens, self.next_tokens, self.overlap)
+        outcome = RoundOutcome(self.drafts, trim, acceptance, [], [])
+        self.controller.observe(self.slots, plan, outcome, self.trainable_lens)
 
 
 def measure(requests: tuple[int, ...] = REQUESTS, num_positions: int = POSITIONS) -> list[Row]:
@@ -162,7 +194,7 @@ def measure(requests: tuple[int, ...] = REQUESTS, num_positions: int = POSITIONS
             "decide": state.decide,
             "trim": state.trim,
             "observe": state.observe,
-            "round": state.round,
+            "round": ControlledRound(num_requests, num_positions),
         }
         for name, run in ops.items():
             rows.append(Row(name, num_requests, num_positions, round(time_us(run), 1)))

@@ -61,6 +61,20 @@ def _score_features_shapes(features: Tensor, coefficients: Tensor, position: Ten
     return features.new_empty(features.shape[:2], dtype=arithmetic_dtype(features))
 
 
+def _check_trim_drafts(
+    confidence: Tensor,
+    draft_lens: Tensor,
+    base_lens: Tensor,
+    min_verify_lens: Tensor,
+    draft_budget: Tensor,
+) -> None:
+    rows = confidence.shape[0]
+    _require("draft_lens", draft_lens, (rows,), is_int=True)
+    _require("base_lens", base_lens, (rows,), is_int=True)
+    _require("min_verify_lens", min_verify_lens, (rows,), is_int=True)
+    _require("draft_budget", draft_budget, (1,), is_int=True)
+
+
 def _trim_drafts_shapes(
     confidence: Tensor,
     draft_lens: Tensor,
@@ -68,11 +82,8 @@ def _trim_drafts_shapes(
     min_verify_lens: Tensor,
     draft_budget: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_trim_drafts(confidence, draft_lens, base_lens, min_verify_lens, draft_budget)
     rows = confidence.shape[0]
-    _require("draft_lens", draft_lens, (rows,), is_int=True)
-    _require("base_lens", base_lens, (rows,), is_int=True)
-    _require("min_verify_lens", min_verify_lens, (rows,), is_int=True)
-    _require("draft_budget", draft_budget, (1,), is_int=True)
     survival = confidence.new_empty(confidence.shape)
     return survival, draft_lens.new_empty((rows,)), draft_lens.new_empty((rows + 1,))
 
@@ -113,11 +124,17 @@ def _accumulate_statistics_shapes(features: Tensor, labels: Tensor, coefficients
     return features.new_empty((positions, 6), dtype=torch.float64)
 
 
-def _register(cpu: _Operation, shapes: _Operation) -> _Operation:
-    """Define ``trtllm_av::<name of cpu>`` and return it, callable like ``cpu``."""
+def _register(
+    cpu: _Operation, shapes: _Operation, check: Callable[..., None] | None = None
+) -> _Operation:
+    """Define ``trtllm_av::<name of cpu>`` and return it, callable like ``cpu``.
+
+    ``check`` is the part of ``shapes`` that allocates nothing, for an operator that a round waits for.
+    """
+    refuse: Callable[..., Any] = check or shapes
 
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        shapes(*args, **kwargs)
+        refuse(*args, **kwargs)
         return cpu(*args, **kwargs)
 
     name = f"trtllm_av::{cpu.__name__}"
@@ -130,7 +147,7 @@ def _register(cpu: _Operation, shapes: _Operation) -> _Operation:
 
 score_drafts = _register(cpu_score.score_drafts, _score_drafts_shapes)
 score_features = _register(cpu_score.score_features, _score_features_shapes)
-trim_drafts = _register(cpu_trim.trim_drafts, _trim_drafts_shapes)
+trim_drafts = _register(cpu_trim.trim_drafts, _trim_drafts_shapes, _check_trim_drafts)
 pack_drafts = _register(cpu_trim.pack_drafts, _pack_drafts_shapes)
 label_drafts = _register(cpu_training.label_drafts, _label_drafts_shapes)
 accumulate_statistics = _register(cpu_training.accumulate_statistics, _accumulate_statistics_shapes)

@@ -9,6 +9,7 @@ batch. Outputs handed out are snapshots that nothing changes afterwards.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from trtllm_av.runtime.loading import load_engine
 from trtllm_av.runtime.metrics import RoundReport
 from trtllm_av.runtime.models.checkpoint import LoadedModel
 from trtllm_av.runtime.output_stream import FinishReason
-from trtllm_av.runtime.params import SamplingParams, SpeculativeConfig
+from trtllm_av.runtime.params import REFUSED, SamplingParams, SpeculativeConfig
 from trtllm_av.runtime.request import TokenEvent
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "SpeculativeConfig"]
@@ -63,8 +64,9 @@ class LLM:
 
     ``model``: ``"smollm2"``, a local Hugging Face folder, or a loaded model (several LLMs may share it).
     ``speculative_config`` None decodes without drafts; a mapping takes the keys of SpeculativeConfig.
-    ``cost_table`` replaces the measured step costs. Raises UsageError for wrong arguments,
-    CheckpointError and CostTableError for files that cannot be used.
+    ``dtype`` None means that of a loaded model, else float32. ``cost_table`` replaces the measured step
+    costs. Raises UsageError for wrong or unknown arguments, CheckpointError and CostTableError for files
+    that cannot be used.
     """
 
     def __init__(
@@ -74,12 +76,26 @@ class LLM:
         *,
         max_batch_size: int = 8,
         max_seq_len: int | None = None,
-        dtype: str = "float32",
-        cost_table: str | Path | None = None,
+        dtype: str | None = None,
+        cost_table: str | Path | dict[str, Any] | None = None,
         prefill_chunk: int = 256,
+        **unknown: Any,
     ) -> None:
+        for name, value in unknown.items():
+            reason = REFUSED.get(name)
+            raise UsageError(
+                f"LLM: unknown argument {name!r} (value {value!r}); remove it"
+                if reason is None
+                else f"LLM: {name}={value!r} is not supported: {reason}"
+            )
+        if not isinstance(model, (str, Path, LoadedModel)):
+            raise UsageError(f"model={model!r} must be a name, a folder or a loaded model")
         if isinstance(speculative_config, Mapping):
             speculative_config = SpeculativeConfig(**speculative_config)
+        if not isinstance(speculative_config, (SpeculativeConfig, type(None))):
+            raise UsageError(
+                f"speculative_config={speculative_config!r} must be a SpeculativeConfig or a mapping"
+            )
         self.engine = load_engine(
             str(model) if isinstance(model, Path) else model,
             speculative_config,
@@ -110,6 +126,11 @@ class LLM:
             raise UsageError("this model has no chat template; pass the prompt as plain text")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not messages:
+            raise RequestError("messages=[] is empty; give at least one message")
+        for message in messages:
+            for value in message.values():
+                _check_unicode(value, "a message")
         try:
             ids = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
@@ -160,7 +181,7 @@ class LLM:
         The request starts with the first item asked for; closing the iterator cancels it.
         """
         ids = self._encode(prompt, "prompt")
-        return self._follow(prompt, ids, sampling_params or SamplingParams())
+        return self._follow(prompt, ids, _one_for_each(sampling_params, 1)[0])
 
     def report(self) -> RoundReport:
         """Counters of all rounds since the start or the last ``reset_report``."""
@@ -191,10 +212,11 @@ class LLM:
 
     def _encode(self, prompt: Prompt, place: str) -> list[int]:
         if not isinstance(prompt, str):
-            token_ids = [int(token) for token in prompt]
+            token_ids = _as_token_ids(prompt, place)
         elif self.tokenizer is None:
             raise RequestError(f"{place} is text, and this model has no tokenizer; pass token ids")
         else:
+            _check_unicode(prompt, place)
             token_ids = [int(token) for token in self.tokenizer.encode(prompt)] if prompt else []
         if not token_ids:
             raise RequestError(f"{place} is empty; give at least one token")
@@ -250,12 +272,16 @@ def _snapshot(request: RequestOutput) -> RequestOutput:
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise UsageError(
+            f"prompts={prompts!r} is neither a text nor a list; decode bytes, make a list of others"
+        )
     if not prompts:
         raise UsageError("prompts=[] is empty; give at least one prompt")
     if all(isinstance(prompt, int) for prompt in prompts):
         return [[int(token) for token in prompts]]  # type: ignore[arg-type]
     for n, prompt in enumerate(prompts):
-        if not isinstance(prompt, (str, Sequence)):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise UsageError(f"prompts[{n}]={prompt!r} is neither a text nor a list of token ids")
     return list(prompts)  # type: ignore[arg-type]
 
@@ -265,11 +291,38 @@ def _one_for_each(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise UsageError(f"sampling_params={params!r} must be SamplingParams, or a list of them")
+    for n, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise UsageError(f"sampling_params[{n}]={one!r} must be SamplingParams")
     if len(params) != count:
         raise UsageError(
             f"{len(params)} sampling_params for {count} prompts; give one, or one each"
         )
     return list(params)
+
+
+def _as_token_ids(prompt: Sequence[int], place: str) -> list[int]:
+    """The ids as plain integers; UsageError for anything that would have to be rounded or parsed."""
+    if isinstance(prompt, (bytes, bytearray)):
+        raise UsageError(f"{place} is {prompt!r}; decode it to text, or pass a list of token ids")
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise UsageError(f"{place}={prompt!r} holds something that is no token id") from None
+
+
+def _check_unicode(text: object, place: str) -> None:
+    """RequestError for half a surrogate pair, which no tokenizer takes (bytes that were not UTF-8)."""
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{place} holds {text[error.start]!r} at character {error.start}, which is no "
+                "Unicode character; was it read as UTF-8?"
+            ) from None
 
 
 def _place(index: int, count: int) -> str:

@@ -62,6 +62,8 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Generate text with speculative decoding whose verification adapts to load and acceptance."""
+    if repetitions != 1 and not compare:
+        raise UsageError(f"--repetitions {repetitions} has no use without --compare; leave it out")
     speculative = SpeculativeConfig.from_json(speculative_config or "{}")
     records = _read_records(prompt, input_file, use_demo=compare)
     common = {

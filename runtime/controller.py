@@ -1,13 +1,13 @@
 """The adaptive part between rounds: plan the next one from earlier ones, learn from the one that ran.
 
 Invariants: ``plan`` reads rounds ≤ n−1 only — stale survival, coefficients, costs — and the live
-confidences of round n reach it through ``observe`` of that round at the earliest; rows that did not adapt
-or whose law is constrained never train; in the modes ``fixed`` and ``off`` nothing is estimated.
+confidences of round n reach it through ``observe`` of that round at the earliest; rows whose law is
+constrained never train; in ``shadow`` and ``fixed`` a row's drafts depend on no other row, so that a seed
+repeats its tokens; in the modes ``fixed`` and ``off`` nothing is estimated.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +20,7 @@ from trtllm_av.runtime.depth import Decision, DepthController
 from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.estimator import AcceptanceEstimator
 from trtllm_av.runtime.feedback import RoundFeedback
+from trtllm_av.runtime.metrics import RoundReport
 from trtllm_av.runtime.params import AvMode
 from trtllm_av.runtime.step import RoundOutcome, RoundPlan
 
@@ -54,23 +55,14 @@ class AdaptiveController:
         self.feedback: RoundFeedback | None = None
         if cost_model is not None:
             self.depth = DepthController(cost_model, dtype=dtype)
-            self.feedback = RoundFeedback(
-                self.estimator,
-                self.depth,
-                num_slots,
-                dtype=torch.float64 if np.dtype(dtype) == np.float64 else torch.float32,
-            )
+            self.feedback = RoundFeedback(self.estimator, self.depth, num_slots, dtype=dtype)
         self.last_decision: Decision | None = None
-        self._fallbacks: Counter[str] = Counter()
+        self._reported: dict[str, float] = {}
 
     @property
     def is_adaptive(self) -> bool:
         """True if a row's verified length depends on other rows: random keys then need request numbers."""
         return self.mode == "adaptive"
-
-    @property
-    def coefficients(self) -> NDArray[np.float32]:
-        return self.estimator.coefficients
 
     def admit(self, slot: int) -> None:
         """A new request takes ``slot``."""
@@ -91,7 +83,7 @@ class AdaptiveController:
         if self.mode == "fixed" or not limits.any():
             return self._plan(limits, limits, int(limits.sum()))
         assert self.depth is not None
-        floors = np.where(is_adaptive, np.int32(0), limits)
+        floors = np.zeros_like(limits) if all(is_adaptive) else limits * np.invert(is_adaptive)
         decision = self.depth.decide(
             self.history.survival(slots),
             limits,
@@ -100,12 +92,14 @@ class AdaptiveController:
             sampling_rows=len(slots),
         )
         self.last_decision = decision
-        draft_lens, min_verify_lens = decision.draft_lens, decision.min_verify_lens
-        budget = decision.budget
         if self.mode == "shadow":
-            min_verify_lens = draft_lens
-            budget = int(draft_lens.sum())
-        return self._plan(draft_lens, min_verify_lens, budget, is_probe=decision.is_probe)
+            return self._plan(limits, limits, int(limits.sum()))
+        return self._plan(
+            decision.draft_lens,
+            decision.min_verify_lens,
+            decision.budget,
+            is_probe=decision.is_probe,
+        )
 
     def _plan(
         self,
@@ -122,6 +116,7 @@ class AdaptiveController:
             coefficients=torch.from_numpy(self.estimator.coefficients),
             version=self.estimator.version,
             is_probe=is_probe,
+            is_scored=self.feedback is not None,
         )
 
     def observe(
@@ -142,17 +137,30 @@ class AdaptiveController:
                 plan.draft_lens,
                 trim.verify_lens,
                 acceptance.accepted_lens,
-                torch.tensor(trainable_lens, dtype=torch.int32),
+                torch.from_numpy(np.array(trainable_lens, np.int32)),
                 acceptance.overlap,
             )
             self.history.update(slots, drafts.confidence.numpy(), plan.draft_lens.numpy())
         if self.feedback.end_round():
             self.history.set_coefficients(self.estimator.coefficients)
 
-    def count_fallback(self, reason: str) -> None:
-        self._fallbacks[reason] += 1
-
-    def take_fallbacks(self) -> Counter[str]:
-        """Fallbacks counted since the last call."""
-        taken, self._fallbacks = self._fallbacks, Counter()
-        return taken
+    def add_to(self, report: RoundReport) -> None:
+        """Add to ``report`` what was learnt and left out since the last call; forecasts come in tens of rounds."""
+        if self.depth is None or self.feedback is None:
+            return
+        figures: dict[str, float] = {
+            "expected_accepted": self.feedback.expected_accepted,
+            "checked_accepted": self.feedback.actual_accepted,
+            "probe_ms": self.depth.probe_ms,
+            "rejected statistics": self.estimator.num_rejected,
+            "outdated statistics": self.estimator.num_outdated,
+        }
+        new = {name: value - self._reported.get(name, 0) for name, value in figures.items()}
+        self._reported = figures
+        report.expected_accepted += new["expected_accepted"]
+        report.checked_accepted += int(new["checked_accepted"])
+        report.probe_ms += new["probe_ms"]
+        for name in ("rejected statistics", "outdated statistics"):
+            if new[name]:
+                report.fallbacks[name] += int(new[name])
+        report.coefficients = [float(c) for c in self.estimator.coefficients]

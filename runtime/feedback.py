@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from trtllm_av.plugins import torch_ops
@@ -55,7 +55,7 @@ class RoundFeedback:
         controller: DepthController,
         max_requests: int,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: DTypeLike = np.float32,
     ) -> None:
         self.expected_accepted = 0.0
         self.actual_accepted = 0
@@ -64,11 +64,12 @@ class RoundFeedback:
         self._num_rounds = 0
         self._num_rows = 0
         capacity = _ROUNDS * max_requests
-        self._features = torch.empty(capacity, estimator.num_positions, 1, dtype=dtype)
-        self._confidence = torch.empty(capacity, estimator.num_positions, dtype=dtype)
-        self._overlap = torch.empty(capacity, dtype=dtype)
+        # NumPy, not torch: copying a slice costs a fraction of a torch call.
+        self._features = np.empty((capacity, estimator.num_positions, 1), dtype)
+        self._confidence = np.empty((capacity, estimator.num_positions), dtype)
+        self._overlap = np.empty(capacity, dtype)
         # draft_lens, verify_lens, accepted_lens, trainable_lens
-        self._lens = torch.empty(4, capacity, dtype=torch.int32)
+        self._lens = np.empty((4, capacity), np.int32)
 
     def add(
         self,
@@ -85,11 +86,10 @@ class RoundFeedback:
         ``features`` [R,K,1] and ``confidence`` [R,K] as scored, the lengths [R] int32, ``overlap`` [R].
         """
         first, last = self._num_rows, self._num_rows + overlap.numel()
-        # Through NumPy: the same memory at a fraction of the cost of a torch call.
-        self._features.numpy()[first:last] = features.numpy()
-        self._confidence.numpy()[first:last] = confidence.numpy()
-        self._overlap.numpy()[first:last] = overlap.numpy()
-        lens = self._lens.numpy()[:, first:last]
+        self._features[first:last] = features.numpy()
+        self._confidence[first:last] = confidence.numpy()
+        self._overlap[first:last] = overlap.numpy()
+        lens = self._lens[:, first:last]
         lens[0] = draft_lens.numpy()
         lens[1] = verify_lens.numpy()
         lens[2] = accepted_lens.numpy()
@@ -110,23 +110,23 @@ class RoundFeedback:
         if rows == 0:
             return
         confidence = self._confidence[:rows]
-        draft_lens, verify_lens, accepted_lens, trainable_lens = self._lens[:, :rows]
+        _, verify_lens, accepted_lens, trainable_lens = self._lens[:, :rows]
         labels = torch_ops.label_drafts(
-            draft_lens,
-            verify_lens,
-            accepted_lens,
-            trainable_lens,
-            self._overlap[:rows],
+            *torch.from_numpy(self._lens[:, :rows]),
+            torch.from_numpy(self._overlap[:rows]),
             num_positions=self._estimator.num_positions,
-            confidence=confidence,
+            confidence=torch.from_numpy(confidence),
         )
-        coefficients = torch.from_numpy(self._estimator.coefficients)
-        statistics = torch_ops.accumulate_statistics(self._features[:rows], labels, coefficients)
+        statistics = torch_ops.accumulate_statistics(
+            torch.from_numpy(self._features[:rows]),
+            labels,
+            torch.from_numpy(self._estimator.coefficients),
+        )
         self._estimator.observe(statistics.numpy(), self._estimator.version)
 
-        is_checked = trainable_lens.numpy() > 0
-        expected, variance = accepted_moments(confidence.numpy(), verify_lens.numpy() * is_checked)
-        actual = int(accepted_lens.numpy() @ is_checked)
+        is_checked = trainable_lens > 0
+        expected, variance = accepted_moments(confidence, verify_lens * is_checked)
+        actual = int(accepted_lens @ is_checked)
         self.expected_accepted += expected
         self.actual_accepted += actual
         self._controller.observe(expected, variance, actual)

@@ -20,7 +20,7 @@ from trtllm_av.runtime.engines.profiling import ExecutorProbe
 from trtllm_av.runtime.engines.torch_executor import TorchExecutor
 from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.models.checkpoint import LoadedModel, load_checkpoint
-from trtllm_av.runtime.models.drafters import create_drafter
+from trtllm_av.runtime.models.drafters import check_method, create_drafter
 from trtllm_av.runtime.models.drafters.base import Drafter
 from trtllm_av.runtime.models.kv_cache import KVCache
 from trtllm_av.runtime.models.smollm2 import cache_folder
@@ -41,29 +41,39 @@ def load_engine(
     *,
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     cost_table: str | Path | dict[str, Any] | None = None,
     prefill_chunk: int = 256,
 ) -> Engine:
     """Build an engine on the CPU.
 
     ``model`` is ``"smollm2"``, a Hugging Face folder, or a model that is already loaded (several engines
-    may share it). ``speculative`` None decodes without drafts. ``cost_table`` replaces the measured step
-    costs. Raises UsageError for arguments out of range, CheckpointError and CostTableError for files.
+    may share it). ``speculative`` None decodes without drafts. ``dtype`` None means that of a loaded
+    model, else float32. ``cost_table`` replaces the measured step costs; one that says what it was
+    measured on must have been measured on this engine. Raises UsageError for arguments out of range,
+    CheckpointError and CostTableError for files.
     """
     if max_batch_size < 1:
         raise UsageError(f"max_batch_size={max_batch_size} must be ≥ 1")
     if prefill_chunk < 1:
         raise UsageError(f"prefill_chunk={prefill_chunk} must be ≥ 1")
-    if dtype not in _DTYPES:
+    if dtype is not None and dtype not in _DTYPES:
         raise UsageError(f"dtype={dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
-    loaded = load_checkpoint(model, _DTYPES[dtype]) if isinstance(model, str) else model
     speculative = speculative or NO_SPECULATION
     mode = speculative.resolved_mode
+    check_method(speculative.method)  # in av_mode off too, and before a model is loaded
     if cost_table is not None and mode not in ("adaptive", "shadow"):
         raise UsageError(
             f"cost_table={str(cost_table)!r} has no use in av_mode {mode!r}; leave it out"
         )
+    if isinstance(model, str):
+        loaded = load_checkpoint(model, _DTYPES[dtype or "float32"])
+    else:
+        loaded = model
+        if dtype is not None and _DTYPES[dtype] != loaded.dtype:
+            raise UsageError(
+                f"dtype={dtype!r}, but the model was loaded as {loaded.dtype}; load it as {dtype}"
+            )
     limit = loaded.config.max_position_embeddings
     length = min(_DEFAULT_MAX_SEQ_LEN, limit) if max_seq_len is None else max_seq_len
     if not 2 <= length <= limit:
@@ -98,10 +108,6 @@ def _cost_model(
     cost_table: str | Path | dict[str, Any] | None,
 ) -> CostModel:
     """The user's step costs, or this engine's own: cached ones if they fit, else measured now."""
-    if cost_table is not None:
-        return CostModel.from_table(
-            cost_table, num_positions=num_positions, is_block=drafter.is_block
-        )
     identity = executor.identity
     key = ProfileKey(
         model_digest=f"{executor.loaded.digest}+{drafter.name}",
@@ -110,6 +116,10 @@ def _cost_model(
         dtype=identity.dtype,
         num_threads=identity.threads,
     )
+    if cost_table is not None:
+        return CostModel.from_table(
+            cost_table, num_positions=num_positions, is_block=drafter.is_block, key=key
+        )
     probe = ExecutorProbe(executor, drafter)
     sizes = ProfileSizes.without_graphs(
         executor.num_slots, num_positions, is_block=drafter.is_block

@@ -18,8 +18,10 @@ class RoundReport:
 
     ``row_rounds`` counts rows over decode rounds; ``*_by_position`` have one entry per draft position;
     ``judged_by_position[i]`` counts drafts of position i whose predecessors were all accepted, so that
-    ``accepted / judged`` is the conditional acceptance. ``expected_accepted`` is the estimator's
-    forecast of ``accepted`` for adaptive rows (``adaptive_accepted`` is what those rows accepted).
+    ``accepted / judged`` is the conditional acceptance. ``expected_accepted`` is what the confidences
+    promised and ``checked_accepted`` what came of it, over rows that train. ``decided_budget`` adds up the
+    budgets decided (in av_mode shadow nothing follows them), ``probe_ms`` the modelled cost of probes;
+    ``untrained_rows`` counts rows that drafted and were left out of the fit.
     """
 
     num_positions: int
@@ -30,7 +32,11 @@ class RoundReport:
     verified: int = 0
     accepted: int = 0
     probes: int = 0
+    probe_ms: float = 0.0
+    decided_budget: int = 0
+    untrained_rows: int = 0
     expected_accepted: float = 0.0
+    checked_accepted: int = 0
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0

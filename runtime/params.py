@@ -16,6 +16,24 @@ from trtllm_av.runtime.errors import UsageError
 
 AvMode = Literal["adaptive", "shadow", "fixed", "off"]
 
+_MAX_TEMPERATURE = 1e6  # flat for any logits; float32 holds it
+_MAX_TOP_K = 2**31 - 1
+
+#: What other engines take and this one does not have, and what to do instead.
+REFUSED = {
+    "n": "a request has one completion; submit the prompt again with another seed",
+    "best_of": "a request has one completion; submit the prompt again with another seed",
+    "use_beam_search": "beam search is not implemented; sample or decode greedily",
+    "beam_width": "beam search is not implemented; sample or decode greedily",
+    "guided_decoding": "no grammar engine is built in; allowed_token_ids and bad_words_ids restrict tokens",
+    "lora_request": "adapters are not applied; merge the adapter into the checkpoint",
+    "enable_lora": "adapters are not applied; merge the adapter into the checkpoint",
+    "lora_config": "adapters are not applied; merge the adapter into the checkpoint",
+    "tensor_parallel_size": "a model runs in one process; start one engine per process",
+    "pipeline_parallel_size": "a model runs in one process; start one engine per process",
+    "quant_config": "quantised weights are not implemented; use an unquantised checkpoint",
+}
+
 
 def describe_validation_error(error: ValidationError) -> str:
     """The first problem of a pydantic error as one line: key, offending value, reason."""
@@ -23,6 +41,8 @@ def describe_validation_error(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"]) or "value"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
+        if key in REFUSED:
+            return f"{key}={first['input']!r} is not supported: {REFUSED[key]}"
         return f"unknown key {key!r} (value {first['input']!r}); remove it"
     return f"{key}={first['input']!r}: {message}"
 
@@ -30,7 +50,7 @@ def describe_validation_error(error: ValidationError) -> str:
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def __init__(self, **data: object) -> None:
+    def __init__(self, /, **data: object) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -49,7 +69,7 @@ class SamplingParams(_Strict):
 
     max_tokens: int = Field(default=32, ge=1)
     temperature: float = 1.0
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=_MAX_TOP_K)
     top_p: float = 1.0
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     min_tokens: int = Field(default=0, ge=0)
@@ -79,6 +99,8 @@ class SamplingParams(_Strict):
     def _temperature(cls, value: float) -> float:
         if value < 0.0:
             raise ValueError("must be ≥ 0; 0 decodes greedily")
+        if value > _MAX_TEMPERATURE:
+            raise ValueError(f"must be ≤ {_MAX_TEMPERATURE:g}; every token is equally likely there")
         return value
 
     @field_validator("top_p")
@@ -181,8 +203,8 @@ class SpeculativeConfig(_Strict):
         """Parse a JSON object; malformed text and unknown keys raise UsageError."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"speculative config is not JSON ({error}): {text!r}") from None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"speculative config is not JSON ({error}): {text[:100]!r}") from None
         if not isinstance(data, dict):
-            raise UsageError(f"speculative config must be a JSON object, not {text!r}")
+            raise UsageError(f"speculative config must be a JSON object, not {text[:100]!r}")
         return cls(**data)

@@ -15,7 +15,10 @@ from trtllm_av.runtime.token_rules import TokenRules
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one step added to one request; ``token_ids`` and ``text`` are the new ones only."""
+    """What one step added to one request; ``token_ids`` and ``text`` are the new ones only.
+
+    ``drafted``, ``verified``, ``accepted``: this step's drafts of the request, counted like RoundReport's.
+    """
 
     request_id: int
     token_ids: list[int]
@@ -23,6 +26,9 @@ class TokenEvent:
     logprobs: list[float] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)

@@ -110,11 +110,11 @@ class Engine:
 
     def report(self) -> RoundReport:
         """Totals since the last reset; the object goes on counting."""
-        self._report.coefficients = [float(c) for c in self.controller.coefficients]
-        self._report.fallbacks.update(self.controller.take_fallbacks())
+        self.controller.add_to(self._report)
         return self._report
 
     def reset_report(self) -> None:
+        self.controller.add_to(self._report)  # what belongs to the old one
         self._report = RoundReport(self.controller.num_positions)
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
@@ -138,15 +138,12 @@ class Engine:
                 f"num_speculative_tokens={wanted} exceeds this engine's "
                 f"{self.num_speculative_tokens}; ask for at most that"
             )
-        rules: TokenRules | None = TokenRules(
-            params, prompt, self.eos_token_ids, vocab_size=self.vocab_size
-        )
-        assert rules is not None
-        if not rules.is_active:
-            rules = None
+        rules = TokenRules(params, prompt, self.eos_token_ids, vocab_size=self.vocab_size)
         stream = OutputStream(self.tokenizer, params, self.eos_token_ids)
         self._num_submitted += 1
-        request = Request(self._num_submitted, prompt, params, stream, rules)
+        request = Request(
+            self._num_submitted, prompt, params, stream, rules if rules.is_active else None
+        )
         self._by_id[request.request_id] = request
         self._waiting.append(request)
         return request.request_id
@@ -176,7 +173,10 @@ class Engine:
         decoding = [request for request in rows if request.is_decoding]
         if decoding:
             events += self._decode(decoding)
-        filling = [request for request in rows if not request.is_decoding]
+        # In order of arrival: by slot, short prompts in low slots could hold up a long one for good.
+        filling = sorted(
+            (request for request in rows if not request.is_decoding), key=lambda r: r.request_id
+        )
         if filling:
             events += self._prefill(filling)
         return events
@@ -232,16 +232,27 @@ class Engine:
             draft_limits=[self._draft_limit(request) for request in requests],
             is_adaptive=[request.params.adaptive for request in requests],
         )
-        outcome = self.round.run(rows, plan)
+        # Before the first draw: a failed round's keys are used up.
         self.slots.rounds[rows.slots] += 1
+        outcome = self.round.run(rows, plan)
         events: list[TokenEvent] = []
         trainable_lens: list[int] = []
-        for r, request in enumerate(requests):
-            event = self._emit(request, outcome.emitted[r], outcome.logprobs[r])
+        drafts = zip(
+            plan.draft_lens.tolist(),
+            outcome.trim.verify_lens.tolist(),
+            outcome.acceptance.accepted_lens.tolist(),
+            strict=True,
+        )
+        for r, (request, counts) in enumerate(zip(requests, drafts, strict=True)):
+            event = self._emit(request, outcome.emitted[r], outcome.logprobs[r], counts)
             trainable_lens.append(0 if request.rules is not None else len(event.token_ids))
             events.append(event)
+        self._report.untrained_rows += sum(
+            lens == 0 < drafted
+            for lens, drafted in zip(trainable_lens, plan.draft_lens.tolist(), strict=True)
+        )
         self.controller.observe(rows.slots.numpy(), plan, outcome, trainable_lens)
-        self._refresh_drafter(rows, plan)
+        self._refresh_drafter(requests, plan)
         self._count(
             plan, outcome, time.perf_counter() - started, sum(len(e.token_ids) for e in events)
         )
@@ -254,7 +265,11 @@ class Engine:
         return min(self.num_speculative_tokens if limit is None else limit, remaining - 1)
 
     def _emit(
-        self, request: Request, tokens: list[int], logprobs: list[float] | None
+        self,
+        request: Request,
+        tokens: list[int],
+        logprobs: list[float] | None,
+        draft_counts: tuple[int, int, int] = (0, 0, 0),
     ) -> TokenEvent:
         """Push committed tokens through the request's stops; release the slot at its end.
 
@@ -281,14 +296,23 @@ class Engine:
             None if logprobs is None else logprobs[: emission.kept],
             finish_reason,
             stop_reason,
+            *draft_counts,
         )
 
-    def _refresh_drafter(self, rows: DecodeRows, plan: RoundPlan) -> None:
-        """Rounds without drafts let the drafter's cache fall behind; catch up once it is a full draft."""
-        if self.drafter is None or int(plan.draft_lens.max()) > 0:
+    def _refresh_drafter(self, requests: list[Request], plan: RoundPlan) -> None:
+        """Rows that did not draft let the drafter's cache fall behind; catch up once it is a full draft."""
+        if self.drafter is None:
             return
-        live = torch.tensor([int(slot) in self._live for slot in rows.slots])
-        slots = rows.slots[live]
+        idle = [
+            request.slot
+            for request, drafted in zip(requests, plan.draft_lens.tolist(), strict=True)
+            if not drafted
+            and self._live.get(request.slot) is request
+            and self._draft_limit(request) > 0
+        ]
+        if not idle:
+            return
+        slots = torch.tensor(idle, dtype=torch.int64)
         context = DraftContext(slots, self.slots.lens[slots], self.slots.history)
         behind = self.drafter.lag(context) > self.num_speculative_tokens
         if bool(behind.any()):
@@ -363,5 +387,7 @@ class Engine:
             budget=plan.draft_budget,
             is_probe=plan.is_probe,
         )
+        if (decision := self.controller.last_decision) is not None:
+            self._report.decided_budget += decision.budget
         self._report.emitted += emitted
         self._report.decode_seconds += seconds

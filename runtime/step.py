@@ -35,7 +35,8 @@ class RoundPlan:
 
     ``draft_lens`` [R] int32: how many tokens each row drafts; ``min_verify_lens`` [R] int32: floors;
     ``draft_budget``: drafts verified over all rows, floors included; ``coefficients`` [1+K] f32 of the
-    estimator, ``version`` theirs; ``is_probe``: depth is explored in this round.
+    estimator, ``version`` theirs; ``is_probe``: depth is explored in this round; ``is_scored``: False where
+    every draft is verified and nobody asks for confidences, which then are 0.
     """
 
     draft_lens: Tensor
@@ -44,6 +45,7 @@ class RoundPlan:
     coefficients: Tensor
     version: int
     is_probe: bool = False
+    is_scored: bool = True
 
 
 @dataclass(slots=True)
@@ -163,14 +165,17 @@ class Round:
             logits, vocab_map = self._edit_draft_logits(
                 logits, rows, active, drafts.tokens, position
             )
-            features, confidence = torch_ops.score_drafts(
-                logits[:, None, :],
-                temperature,
-                plan.coefficients,
-                torch.tensor([position], dtype=torch.int32),
-                vocab_size=self._draft_vocab_size(vocab_map),
-                draft_lens=plan.draft_lens[active],
-            )
+            if plan.is_scored:
+                features, confidence = torch_ops.score_drafts(
+                    logits[:, None, :],
+                    temperature,
+                    plan.coefficients,
+                    torch.tensor([position], dtype=torch.int32),
+                    vocab_size=self._draft_vocab_size(vocab_map),
+                    draft_lens=plan.draft_lens[active],
+                )
+                drafts.features[active, position] = features[:, 0].to(self.dtype)
+                drafts.confidence[active, position] = confidence[:, 0].to(self.dtype)
             law = distribution(
                 logits,
                 draw_temperature,
@@ -184,8 +189,6 @@ class Round:
             keys = rows.keys(active, torch.full_like(active, position), Purpose.DRAFT)
             tokens = law.draw(self.source, keys)
             drafts.tokens[active, position] = tokens
-            drafts.features[active, position] = features[:, 0].to(self.dtype)
-            drafts.confidence[active, position] = confidence[:, 0].to(self.dtype)
             drafts.laws.append(law if is_all_active else law.rows(source_row))
         return drafts
 

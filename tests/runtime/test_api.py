@@ -8,12 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.runtime.tiny_checkpoint import MAX_LEN, cheap_draft_costs, write_tiny_checkpoint
 from trtllm_av.runtime.api import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 from trtllm_av.runtime.compare import compare as compare_modes
 from trtllm_av.runtime.compare import load_modes, transformers_greedy
-from trtllm_av.runtime.errors import CheckpointError, RequestError, UsageError
+from trtllm_av.runtime.errors import CheckpointError, CostTableError, RequestError, UsageError
 from trtllm_av.runtime.models.checkpoint import LoadedModel, load_checkpoint
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -222,10 +223,43 @@ def test_bad_arguments(llm: LLM, folder: Path, tmp_path: Path) -> None:
         llm.generate(["abc"], [GREEDY, GREEDY])
     with pytest.raises(UsageError, match="unknown key 'metod'"):
         LLM(folder, {"metod": "layer_skip"})
-    with pytest.raises(UsageError, match="method='magic'"):
-        LLM(folder, {"method": "magic"})
+    for av_mode in ("adaptive", "off"):
+        with pytest.raises(UsageError, match="method='magic'"):
+            LLM(folder, {"method": "magic", "av_mode": av_mode})
+    with pytest.raises(UsageError, match="dtype='bfloat16', but the model was loaded as"):
+        LLM(llm.engine.executor.loaded, dtype="bfloat16")  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="'max_batch' \\(value 3\\)"):
+        LLM(folder, max_batch=3)
+    with pytest.raises(UsageError, match="tensor_parallel_size=2 is not supported: "):
+        LLM(folder, tensor_parallel_size=2)
+    with pytest.raises(UsageError, match="n=2 is not supported: a request has one completion"):
+        SamplingParams(n=2)
     with pytest.raises(CheckpointError, match="nowhere"):
         LLM(tmp_path / "nowhere")
+
+
+def test_greedy_drafts_are_asked_for_by_name(loaded: LoadedModel, folder: Path) -> None:
+    """Guards against draft_sample_method that is accepted and then ignored."""
+    config = {"method": "draft_model", "model": str(folder), "av_mode": "fixed"}
+    engines = [
+        LLM(loaded, {**config, "draft_sample_method": method}).engine
+        for method in ("greedy", "probabilistic")
+    ]
+    assert [engine.round.is_greedy_draft for engine in engines] == [True, False]
+
+
+def test_costs_of_another_engine_are_refused(folder: Path) -> None:
+    """Guards against budgets from another machine's or model's step costs that nobody notices."""
+    key = {
+        "model_digest": "other", "executor": "torch", "device": "cpu", "dtype": "float32",
+        "num_threads": torch.get_num_threads(),
+    }  # fmt: skip
+    with pytest.raises(CostTableError, match="measured on model_digest='other'"):
+        LLM(
+            folder,
+            {"method": "layer_skip", "num_speculative_tokens": 3},
+            cost_table={**cheap_draft_costs(), "key": key},
+        )
 
 
 def test_tokens_are_reported_as_they_come(llm: LLM) -> None:

@@ -16,10 +16,11 @@ def test_rows_name_every_op() -> None:
 
 def test_the_round_adapts() -> None:
     """Guards against a benchmark of the trivial round: depth 0, nothing verified, or everything."""
-    state = host.HostRound(64, 7)
+    round_ = host.ControlledRound(64, 7)
     for _ in range(20):
-        state.round()
-    assert 0 < state.decision.budget < state.decision.draft_lens.sum() + 1
-    assert state.decision.depth > 0
-    assert int(state.verify_lens.sum()) == state.decision.budget
-    assert state.estimator.num_rejected == 0
+        round_()
+    decision = round_.controller.last_decision
+    assert decision is not None
+    assert 0 < decision.budget < decision.draft_lens.sum() + 1
+    assert decision.depth > 0
+    assert round_.controller.estimator.num_rejected == 0

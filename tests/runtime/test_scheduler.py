@@ -129,6 +129,9 @@ def test_modes_verify_what_they_promise() -> None:
     assert reports["shadow"].trimmed == 0 < reports["shadow"].drafted
     assert reports["adaptive"].trimmed > 0
     assert reports["adaptive"].verified > 0
+    assert 0 < reports["shadow"].decided_budget < reports["shadow"].verified
+    assert reports["fixed"].decided_budget == 0
+    assert 0.5 < reports["shadow"].expected_accepted / reports["shadow"].checked_accepted < 2.0
     for report in reports.values():
         assert report.emitted == 40 * len(PROMPTS)
         # The first token of each request comes from its prompt, one per row and round from the target.
@@ -272,11 +275,12 @@ def test_recorded_keys_notice_a_round_that_is_left_out() -> None:
             engine.step()
 
 
-def test_seed_repeats_tokens_when_nothing_adapts() -> None:
+@pytest.mark.parametrize("mode", ["off", "fixed", "shadow"])
+def test_seed_repeats_tokens_when_nothing_adapts(mode: AvMode) -> None:
     """The promise of a seed: the same tokens with adaptive verification off, whoever else is there."""
     outputs = []
     for others in (0, 3):
-        engine = make_engine("fixed", num_slots=4)
+        engine = make_engine(mode, num_slots=4)
         for number in range(others):
             engine.submit(PROMPTS[number], SamplingParams(max_tokens=25, seed=100 + number))
         request = engine.submit([4, 5], SamplingParams(max_tokens=25, seed=42))

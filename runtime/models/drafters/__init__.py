@@ -22,18 +22,23 @@ DRAFTERS: dict[str, DrafterFactory] = {
 }
 
 
+def check_method(method: str | None) -> None:
+    """Raise UsageError naming the choices unless ``method`` is None or known."""
+    if method is not None and method not in DRAFTERS:
+        raise UsageError(
+            f"method={method!r} is unknown; choose one of {', '.join(sorted(DRAFTERS))}"
+        )
+
+
 def create_drafter(config: SpeculativeConfig, target: LoadedModel, cache: KVCache) -> Drafter:
     """The drafter that ``config.method`` names, for ``target`` and its KV cache.
 
     Without a method: the trained head that ships for ``target``, else ``layer_skip``. Raises UsageError
     naming the choices for an unknown method, and whatever the family's factory raises.
     """
+    check_method(config.method)
     method = config.method
     if method is None:
         is_head_shipped = config.skip_layers is None and has_packaged_head(target)
         method = "eagle" if is_head_shipped else "layer_skip"
-    if method not in DRAFTERS:
-        raise UsageError(
-            f"method={method!r} is unknown; choose one of {', '.join(sorted(DRAFTERS))}"
-        )
     return DRAFTERS[method](config, target, cache)

@@ -108,13 +108,17 @@ def _running_sums(row: list[float]) -> list[float]:
 
 @dataclass
 class Enumeration:
-    """``law``: probability of each joint output; ``num_paths``: rounds that were run to get it."""
+    """``law``: probability of each joint output; ``num_paths``: rounds that were run to get it.
+
+    ``refit_rounds``: rounds that ran with refitted coefficients.
+    """
 
     law: dict[Outputs, float]
     num_paths: int
     num_rounds: int
     depths: set[int]
     trimmed_rounds: int
+    refit_rounds: int
 
 
 class _Pickler(pickle.Pickler):
@@ -139,7 +143,7 @@ def enumerate_engine(engine: Engine, num_requests: int, *, max_steps: int = 64) 
     start: Outputs = ((),) * num_requests
     level: dict[bytes, tuple[bytes, Outputs, float]] = {b"": (_store(engine), start, 1.0)}
     law: dict[Outputs, float] = defaultdict(float)
-    result = Enumeration(law, 0, 0, set(), 0)
+    result = Enumeration(law, 0, 0, set(), 0, 0)
     while level:
         result.num_rounds += 1
         assert result.num_rounds <= max_steps, "the engine does not finish"
@@ -152,6 +156,7 @@ def enumerate_engine(engine: Engine, num_requests: int, *, max_steps: int = 64) 
                 run_source = run.source
                 assert isinstance(run_source, EnumeratingSource)
                 run_source.restart(script)
+                result.refit_rounds += run.controller.estimator.num_refits > 0
                 events = run.step()
                 result.num_paths += 1
                 scripts += run_source.alternatives()
@@ -194,11 +199,13 @@ def _state_of(engine: Engine) -> object:
     controller = engine.controller
     feedback = controller.feedback
     assert feedback is not None
+    rows = feedback._num_rows
     pending = [
-        buffer[..., : feedback._num_rows].tolist() if buffer.dtype == torch.int32
-        else buffer[: feedback._num_rows].tolist()
-        for buffer in (feedback._features, feedback._confidence, feedback._overlap, feedback._lens)
-    ]  # fmt: skip
+        feedback._features[:rows].tolist(),
+        feedback._confidence[:rows].tolist(),
+        feedback._overlap[:rows].tolist(),
+        feedback._lens[:, :rows].tolist(),
+    ]
     return (
         live,
         pending,
@@ -207,12 +214,15 @@ def _state_of(engine: Engine) -> object:
     )
 
 
+WORK_SPACE = ("_features", "_confidence", "_overlap", "_lens")
+
+
 def _plain(part: object) -> dict[str, object]:
     """The attributes of ``part`` that are values; sub-objects and work space are not its state."""
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in vars(part).items()
-        if isinstance(value, (int, float, np.ndarray, type(None))) and "buffer" not in name
+        if isinstance(value, (int, float, np.ndarray, type(None))) and name not in WORK_SPACE
     }
 
 

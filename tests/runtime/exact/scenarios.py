@@ -43,7 +43,8 @@ def two_level_table(vocab_size: int, seed: int) -> Tensor:
 @dataclass
 class Scenario:
     """``params`` and ``prompts``: one per request; ``slope`` and ``intercept`` start the estimator;
-    ``is_probing`` False leaves probe rounds out, so that the first round already trims."""
+    ``is_probing`` False leaves probe rounds out, so that the first round already trims;
+    ``is_greedy_draft``: drafts are the drafter's likeliest tokens, q is one-hot."""
 
     target: Tensor
     draft: Tensor
@@ -56,6 +57,7 @@ class Scenario:
     slope: float | None = None
     intercept: float = -0.2
     is_probing: bool = True
+    is_greedy_draft: bool = False
 
     def cost_model(self) -> CostModel:
         return CostModel.from_table(
@@ -86,6 +88,7 @@ class Scenario:
             controller,
             EnumeratingSource(),
             max_seq_len=24,
+            is_greedy_draft=self.is_greedy_draft,
             dtype=torch.float64,
         )
         for prompt, params in zip(self.prompts, self.params, strict=True):
@@ -145,13 +148,20 @@ def two_requests(max_tokens: int = 5, **options: object) -> Scenario:
     )
 
 
-def one_request(max_tokens: int = 5, **options: object) -> Scenario:
-    """V=4, K=3, R=1: a drafter with the costs of a block drafter, trimmed by a steep table."""
+def one_request(max_tokens: int = 5, *, is_penalised: bool = True, **options: object) -> Scenario:
+    """V=4, K=3, R=1: a drafter with the costs of a block drafter, trimmed by a steep table.
+
+    Without the penalty the request trains the estimator, so that refits come in between.
+    """
     return Scenario(
         target=random_table(4, 1.0, seed=7),
         draft=random_table(4, 1.5, seed=8),
         prompts=[[0, 1]],
-        params=[SamplingParams(max_tokens=max_tokens, seed=1, frequency_penalty=0.25)],
+        params=[
+            SamplingParams(
+                max_tokens=max_tokens, seed=1, frequency_penalty=0.25 if is_penalised else 0.0
+            )
+        ],
         is_block=True,
         **options,  # type: ignore[arg-type]
     )

@@ -36,6 +36,14 @@ STEEP_BLOCK = {
     "draft_ms_by_requests": [[1, 0.02]],
 }
 
+#: One verified draft is nearly free, a second is dear.
+ONE_OF_TWO = {
+    "unit": "ms",
+    "graph_limit_tokens": 0,
+    "verify_ms_by_tokens": [[1, 1.0], [2, 1.02], [3, 2.0], [4, 4.0]],
+    "draft_ms_by_requests": [[1, 0.01]],
+}
+
 
 def check_exact(scenario: Scenario) -> scenarios.Enumeration:
     error, result = largest_error(scenario)
@@ -48,6 +56,7 @@ def test_two_requests_emit_the_product_of_their_laws() -> None:
     """Guards the whole round: V=2, K=3, R=2, penalties, trimming, depth choice and refits."""
     result = check_exact(two_requests(4))
     assert result.num_rounds >= 3
+    assert result.refit_rounds > 0
     assert len(result.depths) >= 2
     assert result.trimmed_rounds > 0
 
@@ -61,18 +70,55 @@ def test_two_requests_with_deep_drafts_emit_the_product_of_their_laws() -> None:
     assert result.trimmed_rounds > 0
 
 
-def test_one_request_emits_its_law() -> None:
-    """Guards a wider vocabulary: V=4, K=3, R=1, a frequency penalty, both depths of a block drafter."""
-    result = check_exact(one_request(4, costs=STEEP_BLOCK))
-    assert result.num_rounds >= 3
+@pytest.mark.parametrize("is_penalised", [True, False])
+def test_one_request_emits_its_law(is_penalised: bool) -> None:
+    """Guards a wider vocabulary: V=4, K=3, R=1, trimmed, with a frequency penalty or with refits."""
+    scenario = one_request(
+        4, is_penalised=is_penalised, costs=ONE_OF_TWO, is_probing=False, refit_interval=1
+    )
+    result = check_exact(scenario)
+    assert result.num_rounds >= 4  # the prompt's and three that decode
+    assert result.trimmed_rounds > 0
+    assert (result.refit_rounds > 0) != is_penalised  # such a row must not train
 
 
 @pytest.mark.slow
 def test_one_request_with_trimmed_blocks_emits_its_law() -> None:
-    """As above, long enough for full-depth blocks that a steep table trims."""
-    result = check_exact(one_request(5, costs=STEEP_BLOCK))
+    """As above, long enough for full-depth blocks that a steep table trims, and with probe rounds."""
+    result = check_exact(one_request(5, is_penalised=False, costs=STEEP_BLOCK))
     assert 3 in result.depths
     assert result.trimmed_rounds > 0
+    assert result.refit_rounds > 0
+
+
+def test_greedy_drafts_leave_the_law_exact() -> None:
+    """Guards draft_sample_method "greedy": a one-hot q under a sampled target, trimmed, with refits."""
+    scenario = one_request(
+        4,
+        is_penalised=False,
+        costs=ONE_OF_TWO,
+        is_probing=False,
+        refit_interval=1,
+        is_greedy_draft=True,
+    )
+    result = check_exact(scenario)
+    assert result.trimmed_rounds > 0
+    assert result.refit_rounds > 0
+
+
+def test_detects_greedy_drafts_judged_by_the_full_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy draft was drawn with probability 1, not with the drafter's."""
+    scenario = one_request(4, costs=ONE_OF_TWO, is_probing=False, is_greedy_draft=True)
+    original = Round.draft
+
+    def draft(self: Round, *args: Any) -> Drafts:
+        drafts = original(self, *args)
+        drafts.laws = [
+            Distribution.from_probabilities((law.full() + 0.25) / 2.0) for law in drafts.laws
+        ]
+        return drafts
+
+    detects(lambda patch: patch.setattr(Round, "draft", draft), scenario, monkeypatch)
 
 
 # --- mutations: each must change the law by far more than rounding -----------------------------------
