@@ -27,7 +27,7 @@ from trtllm_av.runtime.params import SamplingParams, SpeculativeConfig
 from trtllm_av.runtime.prompts import demo_prompts
 
 #: Cost of one more verified token, as a share of the cost of the first.
-SLOPES = (0.001, 0.01, 0.05, 0.2, 1.0, 5.0)
+SLOPES = (0.001, 0.03, 0.1, 0.4, 5.0)
 
 
 def step_costs(slope: float) -> dict[str, Any]:

@@ -30,6 +30,16 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Specul
 
 Prompt = str | Sequence[int]
 
+# A template's own errors, and what its expressions raise: 1/0, a missing key, text plus a number.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -135,8 +145,9 @@ class LLM:
             ids = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except TemplateError as error:
-            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        except _TEMPLATE_ERRORS as error:
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"the chat template refuses these messages: {reason}") from None
         return [int(token) for token in ids]
 
     def generate(
@@ -307,10 +318,13 @@ def _as_token_ids(prompt: Sequence[int], place: str) -> list[int]:
     """The ids as plain integers; UsageError for anything that would have to be rounded or parsed."""
     if isinstance(prompt, (bytes, bytearray)):
         raise UsageError(f"{place} is {prompt!r}; decode it to text, or pass a list of token ids")
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise UsageError(f"{place}={prompt!r} holds something that is no token id") from None
+    token_ids = []
+    for token in prompt:
+        try:
+            token_ids.append(operator.index(token))
+        except TypeError:
+            raise UsageError(f"{place} holds {token!r}, which is no token id") from None
+    return token_ids
 
 
 def _check_unicode(text: object, place: str) -> None:

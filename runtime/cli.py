@@ -7,6 +7,7 @@ one line on standard error, never a traceback; with ``--json`` standard output h
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 import time
@@ -101,11 +102,16 @@ def run(
 
 def main() -> None:
     """The console script: the command with every expected error as one line and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # texts hold what a terminal's encoding may not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except AdaptiveVerificationError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2 if isinstance(error, (UsageError, RequestError)) else 1)
+    except OSError as error:  # of a full disk behind standard output; a closed pipe ends quietly
+        print(f"error: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _read_records(
@@ -209,7 +215,7 @@ def _compare(
 
 
 def _print_json(data: dict[str, Any]) -> None:
-    print(json.dumps(data))
+    print(json.dumps(data), flush=True)
 
 
 if __name__ == "__main__":

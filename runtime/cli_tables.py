@@ -58,6 +58,7 @@ def print_outputs(titles: Sequence[str], outputs: Sequence[RequestOutput]) -> No
         if len(outputs) > 1:
             print(f"── {title}")
         print(output.outputs[0].text.strip("\n"), end="\n\n" if len(outputs) > 1 else "\n")
+    print(end="", flush=True)  # a full disk is an error now, not at the interpreter's end
 
 
 def print_report(report: RoundReport, num_tokens: int, seconds: float) -> None:

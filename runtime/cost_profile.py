@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 from trtllm_av.runtime.cost_table import CostTable, ProfileKey
 from trtllm_av.runtime.errors import CostTableError
@@ -77,12 +76,13 @@ def measure_costs(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Time an engine: the median of 5 runs at each size, after one that warms it up.
+    """Time an engine: the fastest of 5 runs at each size, after one that warms it up.
 
-    The sizes take turns, so that a slow phase of the machine falls on all of them: the running maximum
-    of a cost model would carry one size's bad moment to all larger ones. ``verify(tokens, requests)``
-    runs one verify pass of ``tokens`` tokens over ``requests`` requests, ``draft(requests, depth)``
-    drafts ``depth`` tokens for each; both return when the work is done. ``clock`` counts seconds.
+    Whatever else the machine does only adds to a time. The sizes take turns, so that a slow phase of the
+    machine falls on all of them: the running maximum of a cost model would carry one size's bad moment
+    to all larger ones. ``verify(tokens, requests)`` runs one verify pass of ``tokens`` tokens over
+    ``requests`` requests, ``draft(requests, depth)`` drafts ``depth`` tokens for each; both return when
+    the work is done. ``clock`` counts seconds.
     Raises CostTableError if the costs cannot steer (flat), also when measured a second time.
     """
     verified = [(tokens, min(tokens, sizes.max_requests)) for tokens in sizes.verify_tokens]
@@ -118,7 +118,7 @@ def _take_turns(
     arguments: Sequence[tuple[int, int]],
     clock: Callable[[], float],
 ) -> list[float]:
-    """Median ms of ``run`` at each of ``arguments``, which are timed in turns."""
+    """Least ms of ``run`` at each of ``arguments``, which are timed in turns."""
     times: list[list[float]] = [[] for _ in arguments]
     for turn in range(1 + _REPEATS):
         for index, (first, second) in enumerate(arguments):
@@ -126,7 +126,7 @@ def _take_turns(
             run(first, second)
             if turn > 0:  # the first turn warms up
                 times[index].append(1e3 * (clock() - start))
-    return [median(each) for each in times]
+    return [min(each) for each in times]
 
 
 def load_or_measure(

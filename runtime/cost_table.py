@@ -12,7 +12,7 @@ first round; a table that cannot steer (flat after the running maximum) is wrong
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -90,7 +90,7 @@ class CostTable:
             raise CostTableError(
                 f"cannot read cost table {str(source)!r} ({error.strerror}); give the path of a JSON file"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CostTableError(
                 f"cost table {str(source)!r} is not JSON ({error}); measure it again"
             ) from None
@@ -178,7 +178,7 @@ def _points(
                 f"{name}: {field} has the size {sizes!r}; sizes are positive integers"
             )
         is_number = isinstance(ms, int | float) and not isinstance(ms, bool)
-        if not is_number or not math.isfinite(ms) or ms < 0:
+        if not is_number or not 0 <= ms <= sys.float_info.max:
             raise CostTableError(
                 f"{name}: {field} has {ms!r} ms at {sizes!r}; costs are finite and ≥ 0"
             )

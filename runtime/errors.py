@@ -15,8 +15,20 @@ class RequestError(AdaptiveVerificationError, ValueError):
     """One request cannot be served as asked; other requests go on."""
 
 
+class OverloadError(RequestError):
+    """The queue in front of the engine is full; the same request may be served later."""
+
+
+class EngineStoppedError(AdaptiveVerificationError):
+    """The engine ended with an error or was shut down: its requests fail, and it takes no new ones."""
+
+
 class CheckpointError(AdaptiveVerificationError):
     """A model folder or file cannot be read, or is of an unsupported architecture (exit code 1)."""
+
+
+class BuildError(AdaptiveVerificationError):
+    """An engine cannot be built, or does not compute what its checkpoint says (exit code 1)."""
 
 
 class CostTableError(AdaptiveVerificationError):

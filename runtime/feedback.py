@@ -111,8 +111,12 @@ class RoundFeedback:
             return
         confidence = self._confidence[:rows]
         _, verify_lens, accepted_lens, trainable_lens = self._lens[:, :rows]
+        lens = torch.from_numpy(self._lens)
         labels = torch_ops.label_drafts(
-            *torch.from_numpy(self._lens[:, :rows]),
+            lens[0, :rows],
+            lens[1, :rows],
+            lens[2, :rows],
+            lens[3, :rows],
             torch.from_numpy(self._overlap[:rows]),
             num_positions=self._estimator.num_positions,
             confidence=torch.from_numpy(confidence),

@@ -110,7 +110,7 @@ def _cost_model(
     """The user's step costs, or this engine's own: cached ones if they fit, else measured now."""
     identity = executor.identity
     key = ProfileKey(
-        model_digest=f"{executor.loaded.digest}+{drafter.name}",
+        model_digest=f"{executor.loaded.digest}+{drafter.cost_key}",
         executor=identity.executor,
         device=identity.device,
         dtype=identity.dtype,

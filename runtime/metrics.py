@@ -113,6 +113,7 @@ class RoundReport:
     def to_dict(self) -> dict[str, object]:
         """All fields and derived figures, JSON-able."""
         data = dataclasses.asdict(self)
+        data["fallbacks"] = dict(self.fallbacks)  # asdict makes a Counter of pairs of a Counter
         for name in ("trimmed", "mean_verify_len", "mean_depth", "acceptance_by_position"):
             data[name] = getattr(self, name)
         return data

@@ -10,7 +10,15 @@ import json
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from trtllm_av.runtime.errors import UsageError
 
@@ -170,11 +178,11 @@ class SpeculativeConfig(_Strict):
 
     method: str | None = None
     model: str | None = None
-    num_speculative_tokens: int = Field(default=7, ge=0, le=16)
+    num_speculative_tokens: StrictInt = Field(default=7, ge=0, le=16)
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     enable_adaptive_verification: bool = True
     av_mode: AvMode | None = None
-    skip_layers: list[int] | None = None
+    skip_layers: list[StrictInt] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:

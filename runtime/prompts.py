@@ -95,6 +95,10 @@ def parse_prompts(text: str, source: str) -> list[PromptRecord]:
             raise UsageError(
                 f"{source} line {number}: {describe_validation_error(error)}"
             ) from None
+        except UsageError:
+            raise
+        except ValueError as error:  # a number of thousands of digits
+            raise UsageError(f"{source} line {number} is not JSON ({error})") from None
     if not records:
         raise UsageError(f'{source} holds no prompt; write one {{"prompt": "…"}} a line')
     return records

@@ -283,8 +283,10 @@ class Engine:
         )  # fmt: skip
         if is_stuck and finish_reason is None:
             text += request.stream.flush()
-            finish_reason, stop_reason = "stop", "no token is allowed"
-            self._report.fallbacks["no token is allowed"] += 1
+            # Without rules only logits that are all NaN or -inf leave nothing to emit.
+            stuck = "no token is allowed" if request.rules is not None else "logits are not finite"
+            finish_reason, stop_reason = "stop", stuck
+            self._report.fallbacks[stuck] += 1
         self.slots.commit(request.slot, kept)
         request.output.extend(kept)
         if finish_reason is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,32 +52,66 @@ class LoadedModel:
         return self.model.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """A model folder whose configuration was read and whose weight files exist; for builders, which need
+    the tensors and no model. ``hf_config`` is the parsed ``config.json``."""
+
+    folder: Path
+    hf_config: dict[str, Any]
+    config: LlamaConfig
+    weights: list[Path]
+
+    @classmethod
+    def find(cls, source: str | Path) -> CheckpointFiles:
+        """Look at ``"smollm2"`` or a folder; raises as ``load_checkpoint`` does."""
+        folder = smollm2.converted_folder() if source == smollm2.NAME else Path(source)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"model folder {str(folder)!r} does not exist; give a Hugging Face model folder or "
+                f"{smollm2.NAME!r}"
+            )
+        hf_config = _read_json(folder / "config.json")
+        return cls(folder, hf_config, LlamaConfig.from_hf(hf_config), _weight_files(folder))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, memory-mapped, in the files' dtype."""
+        return _read_tensors(self.weights)
+
+    def lazy_tensors(self) -> Mapping[str, Tensor]:
+        """The same, each mapped when it is asked for: what is converted and dropped needs no memory."""
+        return _LazyTensors(self.weights)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return _load_tokenizer(self.folder)
+
+    def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+        """Tokens that end a text, () if nothing names one."""
+        return _eos_token_ids(self.folder, self.hf_config, tokenizer)
+
+    def digest(self) -> str:
+        """Hex; names configuration and weights."""
+        return _digest([self.folder / "config.json", *self.weights])
+
+
 def load_checkpoint(source: str | Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """Load ``"smollm2"`` or a folder, with weights of ``dtype`` (float32 or bfloat16).
 
     Raises CheckpointError for anything unreadable or unsupported, MissingDependencyError if
     ``"smollm2"`` is asked for and its package is not installed.
     """
-    folder = smollm2.converted_folder() if source == smollm2.NAME else Path(source)
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"model folder {str(folder)!r} does not exist; give a Hugging Face model folder or "
-            f"{smollm2.NAME!r}"
-        )
-    hf_config = _read_json(folder / "config.json")
-    config = LlamaConfig.from_hf(hf_config)
-    files = _weight_files(folder)
+    files = CheckpointFiles.find(source)
     # Importing the tokenizer's library takes as long as reading the weights, and both can overlap.
     with ThreadPoolExecutor(1) as pool:
-        pending_tokenizer = pool.submit(_load_tokenizer, folder)
-        model = LlamaModel(config, _read_tensors(files), dtype)
+        pending_tokenizer = pool.submit(files.tokenizer)
+        model = LlamaModel(files.config, files.tensors(), dtype)
         tokenizer = pending_tokenizer.result()
     return LoadedModel(
         model=model,
-        config=config,
+        config=files.config,
         tokenizer=tokenizer,
-        digest=_digest([folder / "config.json", *files]),
-        eos_token_ids=_eos_token_ids(folder, hf_config, tokenizer),
+        digest=files.digest(),
+        eos_token_ids=files.eos_token_ids(tokenizer),
     )
 
 
@@ -87,7 +122,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"model folder {str(path.parent)!r} has no {path.name}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{str(path)!r} must hold a JSON object")
@@ -124,6 +159,28 @@ def _read_tensors(files: list[Path]) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read weights {str(path)!r}: {error}") from None
     return tensors
+
+
+class _LazyTensors(Mapping[str, Tensor]):
+    def __init__(self, files: list[Path]) -> None:
+        self._file_of: dict[str, Path] = {}
+        for path in files:
+            self._file_of |= dict.fromkeys(_read_tensors([path]), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._file_of[name]
+        with safe_open(str(path), framework="pt") as shard:
+            tensor: Tensor = shard.get_tensor(name)
+            return tensor
+
+    def __contains__(self, name: object) -> bool:  # without mapping the tensor
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

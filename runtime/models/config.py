@@ -7,6 +7,7 @@ windows, rope types, quantised weights) with an error that names the field and i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -205,6 +206,7 @@ def _positive_float(data: Mapping[str, Any], key: str, default: float | None = N
     value = default if value is None else value
     if value is None:
         raise CheckpointError(f"config.json lacks {key}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"config.json: {key}={value!r} must be a positive number")
     return float(value)

@@ -59,7 +59,7 @@ class LlamaModel:
         """
         self.config = config
         self.dtype = dtype
-        take = _TensorReader(tensors, dtype)
+        take = TensorReader(tensors, dtype)
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         width, inner = config.hidden_size, config.intermediate_size
         self._embedding = take("model.embed_tokens.weight", config.vocab_size, width)
@@ -145,7 +145,7 @@ class LlamaModel:
         return self._head(hidden)
 
 
-class _TensorReader:
+class TensorReader:
     """Hands out tensors by name with their shape checked, and knows which were never asked for."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

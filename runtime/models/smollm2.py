@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
@@ -35,6 +36,8 @@ _MANIFEST = "manifest.json"
 # Part of the folder name: a changed conversion never reads the copy of an older one.
 _CONVERSION = 1
 _ATTEMPTS = 10
+# No conversion takes that long; until then another process may be writing there.
+_ABANDONED_SECONDS = 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +125,7 @@ def _convert_atomically(gguf: Path, target: Path) -> None:
     building: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target)
         building = _fresh_sibling(target)
         convert(gguf, building)
         files = {
@@ -162,6 +166,14 @@ def _put_in_place(building: Path, target: Path) -> None:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
     raise OSError(f"{target} keeps being replaced by other processes")
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what a killed conversion left: half a gigabyte that nobody would miss or find."""
+    for folder in target.parent.glob(f"{target.name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fresh_sibling(target: Path) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +186,17 @@ def test_chat_template(llm: LLM) -> None:
         llm.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
+def test_messages_that_no_template_takes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against tracebacks from inside a tokenizer or a template."""
+    with pytest.raises(RequestError, match="messages=\\[\\] is empty"):
+        llm.apply_chat_template([])
+    with pytest.raises(RequestError, match="no Unicode character"):
+        llm.apply_chat_template("a\udcff")
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ 1 / 0 }}")
+    with pytest.raises(RequestError, match="refuses these messages: division by zero"):
+        llm.apply_chat_template("abc")
+
+
 def test_models_without_tokenizer(tmp_path: Path) -> None:
     """Guards against a crash deep inside where a text or a conversation cannot be encoded."""
     folder = write_tiny_checkpoint(tmp_path)
@@ -206,11 +218,21 @@ def test_models_without_tokenizer(tmp_path: Path) -> None:
         (["abc", ""], "prompt 1 of 2 .* is empty"),
         (["abc", []], "prompt 1 of 2 .* is empty"),
         (["abc", 7.5], "prompts\\[1\\]=7.5 is neither"),
+        (None, "prompts=None is neither"),
+        (5, "prompts=5 is neither"),
+        (b"abc", "prompts=b'abc' is neither"),
+        ({"abc": 1}, "prompts={'abc': 1} is neither"),
+        ((text for text in ["abc"]), "prompts=<generator .* is neither"),
+        (torch.tensor([5, 6]), "is neither a text nor a list"),
+        (["abc", b"abc"], "prompts\\[1\\]=b'abc' is neither"),
+        (["abc", [5, 1.5]], "prompt 1 of 2 .* holds 1.5, which is no token id"),
+        (["abc", ["a"]], "prompt 1 of 2 .* holds 'a', which is no token id"),
+        (["abc", "a\ud800"], "prompt 1 of 2 .* holds '.ud800' at character 1"),
         (["abc", [5] * MAX_LEN], f"prompt 1 of 2 .*{MAX_LEN} .*max_seq_len={MAX_LEN}"),
         (["abc", [100_000]], "prompt 1 of 2 .*100000 .*vocabulary"),
     ],
 )
-def test_bad_prompts(llm: LLM, prompts: list[str], message: str) -> None:
+def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
     """Guards against errors that do not say which prompt, and against its neighbours running on."""
     with pytest.raises((UsageError, RequestError), match=message):
         llm.generate(prompts, GREEDY)
@@ -221,6 +243,20 @@ def test_bad_arguments(llm: LLM, folder: Path, tmp_path: Path) -> None:
     """Guards against configuration mistakes that are ignored."""
     with pytest.raises(UsageError, match="2 sampling_params for 1 prompts"):
         llm.generate(["abc"], [GREEDY, GREEDY])
+    for params in ({"max_tokens": 3}, "greedy", [None]):
+        with pytest.raises(UsageError, match="must be SamplingParams"):
+            llm.generate(["abc"], params)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="must be SamplingParams"):
+            llm.stream("abc", params)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="model=5 must be"):
+        LLM(5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="speculative_config='' must be"):
+        LLM(folder, "")  # type: ignore[arg-type]
+    for wrong in (True, 3.0, "3"):
+        with pytest.raises(UsageError, match="num_speculative_tokens="):
+            SpeculativeConfig(num_speculative_tokens=wrong)
+    with pytest.raises(UsageError, match="unknown key 'self'"):
+        SamplingParams(**{"self": 1})
     with pytest.raises(UsageError, match="unknown key 'metod'"):
         LLM(folder, {"metod": "layer_skip"})
     for av_mode in ("adaptive", "off"):
@@ -246,6 +282,18 @@ def test_greedy_drafts_are_asked_for_by_name(loaded: LoadedModel, folder: Path) 
         for method in ("greedy", "probabilistic")
     ]
     assert [engine.round.is_greedy_draft for engine in engines] == [True, False]
+
+
+def test_each_drafter_has_its_own_costs(loaded: LoadedModel, folder: Path, cache_dir: Path) -> None:
+    """Guards against the step costs of one drafter steering another on the same target."""
+    configs: list[dict[str, Any]] = [
+        {"method": "layer_skip", "skip_layers": [1]},
+        {"method": "layer_skip", "skip_layers": [1, 2]},
+        {"method": "draft_model", "model": str(folder)},
+    ]
+    for number, config in enumerate(configs * 2, 1):
+        LLM(loaded, {**config, "num_speculative_tokens": 2}, max_batch_size=2)
+        assert len(list(cache_dir.iterdir())) == min(number, len(configs))
 
 
 def test_costs_of_another_engine_are_refused(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -186,6 +187,10 @@ def test_compare_fails_if_tokens_differ(run: Run, monkeypatch: pytest.MonkeyPatc
         (["--prompt", "x", "--max-tokens", "0"], 2, "max_tokens=0"),
         (["--prompt", "x", "--speculative-config", "{"], 2, "not JSON"),
         (["--prompt", "x", "--speculative-config", '{"k": 1}'], 2, "unknown key 'k'"),
+        (["--prompt", "x", "--speculative-config", '{"self": 1}'], 2, "unknown key 'self'"),
+        (["--prompt", "x", "--speculative-config", "[" * 100_000], 2, "not JSON"),
+        (["--prompt", "x", "--speculative-config", "1" * 5000], 2, "not JSON"),
+        (["--prompt", "x\udcff"], 2, "character 1, which is no Unicode character"),
         (["--prompt", "x", "--speculative-config", '{"method": "magic"}'], 2, "method='magic'"),
         (
             ["--prompt", "x", "--speculative-config", '{"num_speculative_tokens": 0}'],
@@ -229,6 +234,7 @@ def test_unreadable_models(run: Run, tmp_path: Path) -> None:
         ('{"prompt_token_ids": [1, true]}', "line 2: prompt_token_ids.1=True"),
         ('{"messages": [{"role": "user"}]}', "line 2: messages.0.content"),
         ("[" * 100_000, "line 2 is"),
+        ('{"prompt_token_ids": [' + "1" * 5000 + "]}", "line 2 is not JSON"),
     ],
 )
 def test_malformed_lines_are_named(line: str, message: str) -> None:
@@ -257,6 +263,43 @@ def test_ten_demo_prompts_are_shipped() -> None:
     """Guards against package data that stays behind in an installation."""
     texts = [record.prompt for record in demo_prompts()]
     assert len(texts) == len(set(texts)) == 10 and None not in texts
+
+
+def test_fallbacks_are_json(run: Run, tmp_path: Path) -> None:
+    """Guards against a report that cannot be printed as soon as an engine fell back."""
+    params = {"allowed_token_ids": [5], "bad_words_ids": [[5, 5]]}
+    path = write(tmp_path / "p.jsonl", json.dumps({"prompt": "x", "sampling_params": params}))
+    result = run("--input", path, "--json")
+    assert result.code == 0
+    assert result.json["outputs"][0]["stop_reason"] == "no token is allowed"
+    assert result.json["report"]["fallbacks"] == {"no token is allowed": 1}
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_full_disk_behind_stdout(folder: Path, form: list[str]) -> None:
+    """Guards against lost output that is a traceback, or no error at all."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    config = ["--speculative-config", '{"av_mode": "off"}']
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trtllm_av.runtime.cli", "--model", str(folder), "--prompt", "x",
+             "--max-tokens", "2", *config, *form],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
+def test_stdout_that_knows_no_unicode(folder: Path) -> None:
+    """Guards against a text that is lost because a terminal cannot show one of its characters."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trtllm_av.runtime.cli", "--model", str(folder), "--prompt", "é",
+         "--prompt", "x", "--max-tokens", "2", "--speculative-config", '{"av_mode": "off"}'],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "\\xe9" in done.stdout
 
 
 def test_usage_errors_come_before_heavy_imports() -> None:

@@ -38,6 +38,7 @@ BAD: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("verify_ms_by_tokens", [[1, 1.0], [8, -1.0]]), r"-1.0 ms at \[8\]"),
     (put("verify_ms_by_tokens", [[1, 1.0], [8, float("nan")]]), r"nan ms at \[8\]"),
     (put("verify_ms_by_tokens", [[1, 1.0], [8, float("inf")]]), r"inf ms at \[8\]"),
+    (put("verify_ms_by_tokens", [[1, 1.0], [8, 10**400]]), r"000 ms at \[8\]"),
     (put("verify_ms_by_tokens", [[1, 1.0], [8, "2"]]), r"'2' ms at \[8\]"),
     (put("verify_ms_by_tokens", [[1, 1.0], [8, True]]), r"True ms at \[8\]"),
     (put("verify_ms_by_tokens", [[0, 1.0], [8, 2.0]]), r"size \[0\]"),

@@ -1,4 +1,4 @@
-"""SmolLM2 through the whole product: greedy tokens, forced load, and the price of adapting.
+"""SmolLM2 through the whole product: greedy tokens, and what is verified under forced load.
 
 These tests load the packaged model; they are skipped, with the command, where its package is missing.
 """
@@ -109,6 +109,7 @@ def test_twenty_greedy_prompts_equal_transformers_at_every_concurrency(
 def test_verify_length_falls_as_verification_gets_dearer(loaded: LoadedModel) -> None:
     """Forced load: the budget must follow the costs, between everything and nothing."""
     lengths = []
+    depths = []
     for slope in (0.001, 0.08, 0.3, 3.0):
         engine = load_engine(
             loaded, SpeculativeConfig(), max_batch_size=4, max_seq_len=512, cost_table=costs(slope)
@@ -126,8 +127,10 @@ def test_verify_length_falls_as_verification_gets_dearer(loaded: LoadedModel) ->
             engine.step()
         report = engine.report()
         lengths.append(report.mean_verify_len)
+        depths.append(report.mean_depth)
         if 0.001 < slope < 3.0:
             assert 0 < report.verified < report.drafted
     assert lengths == sorted(lengths, reverse=True)
     assert len({round(length, 1) for length in lengths}) >= 3
     assert lengths[-1] < 0.3
+    assert depths[-1] < 0.3 < depths[0]  # depth 0 but for the probes

@@ -39,6 +39,11 @@ class Drafter(Protocol):
     def name(self) -> str: ...
 
     @property
+    def cost_key(self) -> str:
+        """The name and whatever else of the drafter decides what a draft costs, for cached step costs."""
+        ...
+
+    @property
     def max_draft_len(self) -> int: ...
 
     @property

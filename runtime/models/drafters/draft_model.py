@@ -35,6 +35,7 @@ class DraftModelDrafter:
         self, draft: LoadedModel, *, num_slots: int, max_len: int, max_draft_len: int
     ) -> None:
         self.max_draft_len = max_draft_len
+        self.cost_key = f"{self.name} {draft.digest}"
         self._model = draft.model
         self._cache = KVCache(draft.config, num_slots, max_len, draft.dtype)
         self._held_tokens = torch.zeros(num_slots, max_len, dtype=torch.int64)

@@ -53,6 +53,8 @@ class EagleDrafter:
     ) -> None:
         """``draft_to_target`` [V_d] int64 names the target token of each row of the output layer."""
         self.max_draft_len = max_draft_len
+        sizes = (head.config.num_heads, head.config.intermediate_size, draft_to_target.numel())
+        self.cost_key = f"{self.name} {','.join(map(str, sizes))}"
         self.draft_to_target: Tensor | None = draft_to_target
         self._head, self._layer, self._model = head, head.config.as_layer(), target.model
         self._output = Linear(_output_rows(target, draft_to_target))

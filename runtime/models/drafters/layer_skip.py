@@ -60,6 +60,7 @@ class LayerSkipDrafter:
     ) -> None:
         self.max_draft_len = max_draft_len
         self.layers = list(layers)
+        self.cost_key = f"{self.name} {','.join(map(str, self.layers))}"
         self._model = target.model
         self._cache = cache
         self._slots = torch.empty(0, dtype=torch.int64)

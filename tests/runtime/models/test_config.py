@@ -85,6 +85,8 @@ def test_head_defaults() -> None:
         ({"vocab_size": "many"}, "vocab_size='many' must be a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_size": 66}, "hidden_size=66 is not a multiple"),
         ({"head_dim": 15}, "head_dim=15 must be even"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.metadata
+import os
 import threading
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_full_disk_leaves_nothing(
             smollm2.converted_folder()
     assert list(cache_dir.iterdir()) == []
     assert smollm2.converted_folder().is_dir()
+
+
+def test_remains_of_a_killed_conversion_go(conversions: list[Path], cache_dir: Path) -> None:
+    """Half a gigabyte lost for every kill, or a conversion that is still running being disturbed."""
+    folder = smollm2.converted_folder()
+    old, young = (cache_dir / f"{folder.name}.{name}.tmp" for name in ("old", "young"))
+    for remains in (old, young):
+        remains.mkdir()
+        (remains / "model.safetensors").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    (folder / "manifest.json").unlink()
+    smollm2.converted_folder()
+    assert sorted(cache_dir.iterdir()) == sorted([folder, young])
 
 
 def test_concurrent_converters(

@@ -1,0 +1,96 @@
+"""An engine directory as a build left it: its ``config.json`` and the files that this names.
+
+Layout of ``config.json``, after TensorRT-LLM's: ``pretrained_config`` (the network), ``build_config`` (the
+sizes it was built for) and ``adaptive_verification`` (draft positions, drafter, digests, versions).
+Invariants: a directory loads only if its format is this package's, every named file has the digest of the
+build, and, where the caller knows the checkpoint, the engine was built from that one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_av.runtime.errors import CheckpointError, UsageError
+
+CONFIG = "config.json"
+#: Counts changes after which an older or newer directory would be misread.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDirectory:
+    """A directory that passed all checks of ``load``."""
+
+    folder: Path
+    pretrained_config: dict[str, Any]
+    build_config: dict[str, Any]
+    adaptive_verification: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path, *, model_digest: str | None = None) -> EngineDirectory:
+        """Read and check; ``model_digest`` is that of the checkpoint the engine must come from.
+
+        Raises CheckpointError naming both sides of whatever does not match.
+        """
+        try:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            found = config["adaptive_verification"]["format"]
+            if found == FORMAT:
+                sections = (config["pretrained_config"], config["build_config"])
+                engine = cls(folder, *sections, config["adaptive_verification"])
+                files = dict(engine.adaptive_verification["files"])
+                built_from = str(engine.adaptive_verification["model_digest"])
+        except OSError as error:
+            raise CheckpointError(
+                f"{str(folder)!r} is no engine directory: cannot read {CONFIG} ({error.strerror}); "
+                "build one with trtllm-av-build"
+            ) from None
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(
+                f"{str(folder / CONFIG)!r} is not the configuration of an engine; build one with "
+                "trtllm-av-build"
+            ) from None
+        if found != FORMAT:
+            raise CheckpointError(
+                f"engine directory {str(folder)!r} has format {found!r}, this package reads format "
+                f"{FORMAT}; build the engine again"
+            )
+        if model_digest is not None and model_digest != built_from:
+            raise CheckpointError(
+                f"engine directory {str(folder)!r} was built from the checkpoint "
+                f"{built_from[:12]}, not from {model_digest[:12]}; build the engine again"
+            )
+        for name, expected in files.items():
+            actual = file_digest(folder / name) if (folder / name).is_file() else "missing"
+            if actual != expected:
+                raise CheckpointError(
+                    f"{str(folder / name)!r} is not the file that was built (SHA-256 "
+                    f"{actual[:12]}, {CONFIG} says {str(expected)[:12]}); build the engine again"
+                )
+        return engine
+
+    @property
+    def num_positions(self) -> int:
+        """K, the most drafts per request and round."""
+        return int(self.build_config["max_draft_len"])
+
+    def check_draft_len(self, num_speculative_tokens: int) -> None:
+        """Raises UsageError for more drafts than the engine was built for."""
+        if num_speculative_tokens > self.num_positions:
+            raise UsageError(
+                f"num_speculative_tokens={num_speculative_tokens} exceeds max_draft_len="
+                f"{self.num_positions} of the engine {str(self.folder)!r}; lower it or build again"
+            )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the whole file, hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,211 @@
+"""TensorRT-LLM's five models on a real Triton server, against the Python API."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.triton_model_repo.conftest import SPECULATIVE
+from tests.triton_model_repo.serving import Server, Streams, tensors
+from trtllm_av.runtime.api import LLM, SamplingParams
+
+pytestmark = pytest.mark.triton
+
+PROMPTS = ["hello", "abcabc and so on", "é – ü"]
+TEXT_MODELS = ["ensemble", "tensorrt_llm_bls"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder: Path) -> LLM:
+    return LLM(tiny_folder, SPECULATIVE | {"av_mode": "fixed"})
+
+
+@pytest.fixture
+def streams(ensemble_server: Server) -> Iterator[Streams]:
+    with Streams(ensemble_server) as one:
+        yield one
+
+
+def text_of(results: list[Any]) -> str:
+    return "".join(result.as_numpy("text_output")[0, 0].decode() for result in results)
+
+
+def tokens_of(results: list[Any]) -> list[int]:
+    return [int(token) for result in results for token in result.as_numpy("output_ids").reshape(-1)]
+
+
+def token_fields(prompt: list[int], count: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "input_ids": prompt, "input_lengths": len(prompt), "request_output_len": count, **fields,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_is_the_python_apis(
+    ensemble_server: Server, streams: Streams, llm: LLM, model: str, prompt: str
+) -> None:
+    """Guards against a server that decodes differently from the runtime, whole or streamed."""
+    expected = llm.generate(prompt, SamplingParams(max_tokens=40, temperature=0.0))[0].outputs[0]
+    fields = {"text_input": prompt, "max_tokens": 40}
+    whole = ensemble_server.generate(model, **fields, exclude_input_in_output=True)
+    assert whole["text_output"] == expected.text
+    assert ensemble_server.generate(model, **fields)["text_output"] == prompt + expected.text
+    assert text_of(streams.collect(model, fields | {"stream": True})) == expected.text
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_sampled_tokens_and_log_probs_are_the_python_apis(
+    streams: Streams, llm: LLM, seed: int
+) -> None:
+    """Guards against seeds, sampling fields or log-probabilities lost on the way."""
+    prompt = llm.tokenizer.encode("abc")
+    params = SamplingParams(
+        max_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=seed, logprobs=True, min_tokens=4,
+        repetition_penalty=1.25, ignore_eos=True,
+    )  # fmt: skip
+    expected = llm.generate([prompt], params)[0].outputs[0]
+    fields = token_fields(
+        prompt, 24, temperature=0.9, runtime_top_k=20, runtime_top_p=0.9, seed=seed, min_tokens=4,
+        repetition_penalty=1.25, end_id=-1, return_log_probs=True, exclude_input_in_output=True,
+    )  # fmt: skip
+    [whole] = streams.collect("tensorrt_llm", fields)
+    parts = streams.collect("tensorrt_llm", fields | {"streaming": True})
+    assert tokens_of([whole]) == tokens_of(parts) == expected.token_ids
+    logprobs = np.concatenate([part.as_numpy("output_log_probs").reshape(-1) for part in parts])
+    np.testing.assert_allclose(logprobs, expected.logprobs, atol=2e-4)
+    assert whole.as_numpy("cum_log_probs")[0, 0] == pytest.approx(sum(expected.logprobs), abs=2e-3)
+
+
+def test_output_ids_hold_the_input_unless_excluded(streams: Streams, llm: LLM) -> None:
+    """Guards against clients that cut the prompt off an output that does not have it."""
+    fields = token_fields([5, 6, 7], 4)
+    [result] = streams.collect("tensorrt_llm", fields)
+    assert result.as_numpy("output_ids").shape == (1, 1, 7)
+    assert result.as_numpy("output_ids")[0, 0, :3].tolist() == [5, 6, 7]
+    assert result.as_numpy("sequence_length").tolist() == [[7]]
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_rows_of_a_batch_are_separate_requests(streams: Streams, llm: LLM, model: str) -> None:
+    """Guards against a batch whose rows are mixed up, padded into each other, or refused."""
+    greedy = SamplingParams(max_tokens=12, temperature=0.0)
+    expected = [output.outputs[0].text for output in llm.generate(PROMPTS, greedy)]
+    fields: dict[str, Any] = {
+        "text_input": np.array([[prompt.encode()] for prompt in PROMPTS], dtype=np.object_),
+        "max_tokens": np.full((3, 1), 12),
+        "exclude_input_in_output": np.full((3, 1), True),
+    }
+    [whole] = streams.collect(model, fields)
+    assert [text.decode() for text in whole.as_numpy("text_output")[:, 0]] == expected
+    texts = ["", "", ""]
+    for part in streams.collect(model, fields | {"stream": np.full((3, 1), True)}):
+        texts[part.as_numpy("batch_index")[0, 0]] += part.as_numpy("text_output")[0, 0].decode()
+    assert texts == expected
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_stop_and_bad_words(ensemble_server: Server, llm: LLM, model: str) -> None:
+    """Guards against words that are passed on and never applied."""
+    fields: dict[str, Any] = {
+        "text_input": "hello", "max_tokens": 120, "exclude_input_in_output": True,
+    }  # fmt: skip
+    plain = ensemble_server.generate(model, **fields)["text_output"]
+    word = re.findall(r"[ -~]{2}", plain)[-1]  # two tokens
+    stopped = ensemble_server.generate(model, **fields, stop_words=[word, "never there"])
+    assert stopped["text_output"] == plain[: plain.index(word)]
+    assert stopped["finish_reason"] == "stop"
+    letter = next(one for one in plain if one.isascii() and one.isalnum())
+    without = ensemble_server.generate(model, **fields, bad_words=[letter])["text_output"]
+    assert letter in plain and letter not in without
+
+
+def test_stop_input_ends_the_request_of_that_id(ensemble_server: Server, streams: Streams) -> None:
+    """Guards against upstream's way to cancel being ignored."""
+    prompt = [5, 6, 7]
+    fields = token_fields(prompt, 200, streaming=True, end_id=-1)
+    streams.send("tensorrt_llm", fields, request_id="one")
+    streams.next()
+    with Streams(ensemble_server) as other:
+        other.send("tensorrt_llm", token_fields(prompt, 1, stop=True), request_id="one")
+        assert other.next()[1]
+        with pytest.raises(Exception, match="cancelled"):
+            while True:
+                streams.next()
+    ensemble_server.wait_until_idle()
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", *TEXT_MODELS])
+def test_a_client_that_leaves_frees_its_slot(ensemble_server: Server, model: str) -> None:
+    """Guards against slots that decode for nobody until max_tokens."""
+    ensemble_server.wait_until_idle()
+    before = ensemble_server.emitted()
+    gone = Streams(ensemble_server)
+    for _ in range(3):
+        if model == "tensorrt_llm":
+            gone.send(model, token_fields([5, 6, 7], 240, streaming=True, end_id=-1))
+        else:
+            gone.send(model, {"text_input": "abc", "max_tokens": 240, "stream": True, "end_id": -1})
+    gone.next()
+    gone.close(cancel=True)
+    ensemble_server.wait_until_idle()
+    assert ensemble_server.emitted() - before < 3 * 240 / 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beam_width": 4}, "beam_width=4 is not supported"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 is not supported"),
+        ({"lora_task_id": 1}, "lora_task_id is not supported"),
+        ({"return_context_logits": True}, "return_context_logits=True is not supported"),
+        ({"request_output_len": -3}, "max_tokens=-3"),
+        ({"request_output_len": 100_000}, "exceeds max_seq_len"),
+        ({"input_lengths": 9}, "input_lengths=9"),
+        ({"input_ids": [5, 9999, 6]}, "token 9999 is outside the vocabulary"),
+        ({"temperature": float("nan"), "runtime_top_k": 5}, "temperature=nan"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"num_draft_tokens": 9}, "num_speculative_tokens=9 exceeds"),
+    ],
+)
+def test_refusals_name_the_input(streams: Streams, fields: dict[str, Any], message: str) -> None:
+    """Guards against inputs that are silently ignored, and against errors that stop the server."""
+    with pytest.raises(Exception, match=message):
+        streams.collect("tensorrt_llm", token_fields([5, 6, 7], 4) | fields)
+    assert len(tokens_of(streams.collect("tensorrt_llm", token_fields([5, 6, 7], 4)))) == 7
+
+
+def test_infer_over_http_and_unary_grpc_name_the_reason(ensemble_server: Server) -> None:
+    """Guards against a decoupled model that hangs clients of the unary calls."""
+    from tritonclient.grpc import InferenceServerClient
+
+    status, text = ensemble_server.post(
+        "models/tensorrt_llm_bls/infer",
+        {"inputs": [
+            {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]},
+            {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [4]},
+        ]},
+    )  # fmt: skip
+    assert status >= 400 and "decoupled" in text
+    inputs = tensors(token_fields([5, 6], 4), has_rows=True)
+    with pytest.raises(Exception, match="decoupled"):
+        InferenceServerClient(ensemble_server.grpc).infer("tensorrt_llm", inputs)
+
+
+def test_generate_stream_is_server_sent_events(ensemble_server: Server, llm: LLM) -> None:
+    """Guards against an event stream that web clients cannot read."""
+    expected = llm.generate("hello", SamplingParams(max_tokens=10, temperature=0.0))[0].outputs[0]
+    started = time.monotonic()
+    _, text = ensemble_server.post(
+        "models/ensemble/generate_stream", {"text_input": "hello", "max_tokens": 10, "stream": True}
+    )
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert "".join(event["text_output"] for event in events) == expected.text
+    assert events[-1]["finish_reason"] == "length" and time.monotonic() - started < 30

@@ -1,0 +1,218 @@
+"""``tensorrt_llm_bls``: preprocessing and the engine's model behind one text interface.
+
+Invariants: the engine's model is always asked to stream, so a client that leaves is noticed every round and
+its request stopped by id; rows of a batch are decoded together; without streaming there is one response with
+all rows. Importable only inside Triton's Python backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
+from trtllm_av.triton_model_repo.backend import (
+    read_tensors,
+    refuse_parameters,
+    to_load_error,
+    to_triton_error,
+)
+from trtllm_av.triton_model_repo.calls import CANCELLED
+from trtllm_av.triton_model_repo.fields import Fields, decode_text
+from trtllm_av.triton_model_repo.parameters import Parameters
+from trtllm_av.triton_model_repo.refusals import refuse_unsupported
+
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_MAX_THREADS = 128  # requests beyond it wait their turn
+
+_TO_PREPROCESSING = {
+    "text_input": "QUERY", "max_tokens": "REQUEST_OUTPUT_LEN", "bad_words": "BAD_WORDS_DICT",
+    "stop_words": "STOP_WORDS_DICT", "end_id": "END_ID", "pad_id": "PAD_ID",
+    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
+    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+}  # fmt: skip
+_FROM_PREPROCESSING = {
+    "INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths",
+    "REQUEST_OUTPUT_LEN": "request_output_len", "STOP_WORDS_IDS": "stop_words_list",
+    "BAD_WORDS_IDS": "bad_words_list", "EMBEDDING_BIAS": "embedding_bias",
+    "OUT_END_ID": "end_id", "OUT_PAD_ID": "pad_id",
+}  # fmt: skip
+_TO_ENGINE = {
+    "top_k": "runtime_top_k", "top_p": "runtime_top_p",
+    **{name: name for name in (
+        "temperature", "repetition_penalty", "min_tokens", "presence_penalty", "frequency_penalty",
+        "seed", "random_seed", "return_log_probs", "av_enable", "num_draft_tokens",
+    )},
+}  # fmt: skip
+_COUNTS = (
+    "cum_log_probs", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens",
+    "av_verified_draft_tokens", "av_trimmed_draft_tokens", "num_input_tokens", "num_output_tokens",
+    "finish_reason",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Row:
+    text: str = ""
+    log_probs: list[float] = field(default_factory=list)
+    counts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, tensors: Mapping[str, Any]) -> None:
+        self.text += decode_text("av_text", tensors["av_text"].reshape(-1)[0])
+        self.log_probs += tensors["output_log_probs"].reshape(-1).tolist()
+        self.counts = {name: tensors[name] for name in _COUNTS}
+
+
+class BlsModel:
+    """One instance serves up to ``_MAX_THREADS`` requests at once."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        parameters = Parameters(config)
+        try:
+            for name in ("tensorrt_llm_draft_model_name", "multimodal_encoders_name"):
+                if (value := parameters.get(name, str)) is not None:
+                    raise UsageError(f"parameter {name}={value!r} is not supported; leave it empty")
+            self._is_accumulating = bool(parameters.get("accumulate_tokens", bool, False))
+        except AdaptiveVerificationError as error:
+            raise to_load_error(error) from None
+        self._engine_model = parameters.get("tensorrt_llm_model_name", str, "tensorrt_llm")
+        self._input_names = [entry["name"] for entry in config["input"]]
+        self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bls")
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            self._pool.submit(self._serve, request, request.get_response_sender())
+
+    def finalize(self) -> None:
+        self._pool.shutdown()
+
+    def _serve(self, request: Any, sender: Any) -> None:
+        error: Any
+        try:
+            refuse_parameters(request)
+            self._generate(request, sender)
+        except AdaptiveVerificationError as refusal:
+            error = to_triton_error(refusal)
+        except _ChildError as failure:
+            error = failure.error
+        except Exception as bug:  # a request may fail; the model must not
+            error = to_triton_error(f"{type(bug).__name__}: {bug}")
+        else:
+            return
+        with contextlib.suppress(Exception):  # the client may be gone
+            sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
+
+    def _generate(self, request: Any, sender: Any) -> None:
+        tensors = read_tensors(request, self._input_names)
+        fields = Fields(tensors)
+        refuse_unsupported(fields)
+        is_streaming = bool(fields.scalar("stream", 0, False))
+        has_input = not fields.scalar("exclude_input_in_output", 0, False) and not is_streaming
+        names = list(request.requested_output_names())
+        rows = [_Row() for _ in range(fields.num_rows)]
+        request_id = f"bls-{uuid.uuid4()}"
+        responses = self._engine_responses(self._engine_inputs(tensors), request_id)
+        for response in responses:
+            if sender.is_cancelled():
+                self._stop(request_id)
+                raise _ChildError(to_triton_error(CANCELLED))
+            index = int(response["batch_index"].reshape(-1)[0])
+            row = rows[index]
+            row.add(response)
+            if is_streaming:
+                sender.send(_response(names, [row], [index]))
+                if not self._is_accumulating:
+                    row.text = ""
+                row.log_probs = []
+        if is_streaming:
+            sender.send(flags=_FINAL)
+            return
+        if has_input:
+            for index, row in enumerate(rows):
+                row.text = fields.scalar("text_input", index) + row.text
+        sender.send(_response(names, rows, list(range(len(rows)))), flags=_FINAL)
+
+    def _engine_inputs(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """Run preprocessing; the engine's inputs as tensors."""
+        inference = pb_utils.InferenceRequest(
+            model_name="preprocessing",
+            requested_output_names=list(_FROM_PREPROCESSING),
+            inputs=_renamed(tensors, _TO_PREPROCESSING),
+        )
+        response = inference.exec()
+        if response.has_error():
+            raise _ChildError(response.error())
+        encoded = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+        num_rows = len(encoded["INPUT_ID"])
+        always = {"streaming": np.ones((num_rows, 1), dtype=bool)}
+        return [
+            *_renamed(encoded, _FROM_PREPROCESSING),
+            *_renamed(tensors, _TO_ENGINE),
+            *_renamed(always, {"streaming": "streaming"}),
+        ]
+
+    def _engine_responses(self, inputs: list[Any], request_id: str) -> Iterator[dict[str, Any]]:
+        inference = pb_utils.InferenceRequest(
+            model_name=self._engine_model,
+            request_id=request_id,
+            requested_output_names=["av_text", "output_log_probs", "batch_index", *_COUNTS],
+            inputs=inputs,
+        )
+        for response in inference.exec(decoupled=True):
+            if response.has_error():
+                raise _ChildError(response.error())
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+            if tensors:
+                yield tensors
+
+    def _stop(self, request_id: str) -> None:
+        """Cancel the engine's request: this backend cannot cancel what it asked another model for."""
+        one = np.ones((1, 1), dtype=np.int32)
+        inputs = dict.fromkeys(("input_ids", "input_lengths", "request_output_len"), one)
+        tensors = _renamed(inputs, {name: name for name in inputs})
+        inference = pb_utils.InferenceRequest(
+            model_name=self._engine_model,
+            request_id=request_id,
+            requested_output_names=["sequence_length"],
+            inputs=[*tensors, pb_utils.Tensor("stop", np.ones((1, 1), dtype=bool))],
+        )
+        for _ in inference.exec(decoupled=True):
+            pass
+
+
+class _ChildError(Exception):
+    """Another model refused; ``error`` goes on to the client as it is."""
+
+    def __init__(self, error: Any) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _renamed(tensors: Mapping[str, Any], names: Mapping[str, str]) -> list[Any]:
+    return [pb_utils.Tensor(new, tensors[name]) for name, new in names.items() if name in tensors]
+
+
+def _response(names: Sequence[str], rows: Sequence[_Row], indices: Sequence[int]) -> Any:
+    width = max(len(row.log_probs) for row in rows)
+    log_probs = np.zeros((len(rows), 1, width), dtype=np.float32)
+    for n, row in enumerate(rows):
+        log_probs[n, 0, : len(row.log_probs)] = row.log_probs
+    outputs = {
+        "text_output": np.array([[row.text.encode()] for row in rows], dtype=np.object_),
+        "output_log_probs": log_probs,
+        "batch_index": np.array(indices, dtype=np.int32)[:, None],
+    }
+    for name in _COUNTS:
+        outputs[name] = np.concatenate([row.counts[name] for row in rows])
+    return pb_utils.InferenceResponse(
+        output_tensors=[pb_utils.Tensor(name, outputs[name]) for name in names if name in outputs]
+    )
