@@ -6,9 +6,11 @@ one line on standard error, never a traceback; with ``--json`` standard output h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -111,7 +113,14 @@ def main() -> None:
         sys.exit(2 if isinstance(error, (UsageError, RequestError)) else 1)
     except OSError as error:  # of a full disk behind standard output; a closed pipe ends quietly
         print(f"error: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        _discard_output()
         sys.exit(1)
+
+
+def _discard_output() -> None:
+    """Drop what standard output still buffers: the interpreter's last flush would fail again, with 120."""
+    with contextlib.suppress(OSError), open(os.devnull, "w") as sink:
+        os.dup2(sink.fileno(), sys.stdout.fileno())
 
 
 def _read_records(

@@ -281,11 +281,12 @@ def test_a_full_disk_behind_stdout(folder: Path, form: list[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     config = ["--speculative-config", '{"av_mode": "off"}']
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "trtllm_av.runtime.cli", "--model", str(folder), "--prompt", "x",
              "--max-tokens", "2", *config, *form],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=buffered,
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error: cannot write the output: No space left on device\n"
