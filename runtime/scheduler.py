@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from trtllm_av.runtime.controller import AdaptiveController
+from trtllm_av.runtime.depth import MAX_PROBE_PERIOD
 from trtllm_av.runtime.detokenizer import Tokenizer
 from trtllm_av.runtime.engines.base import Executor
 from trtllm_av.runtime.errors import RequestError
@@ -302,7 +303,11 @@ class Engine:
         )
 
     def _refresh_drafter(self, requests: list[Request], plan: RoundPlan) -> None:
-        """Rows that did not draft let the drafter's cache fall behind; catch up once it is a full draft."""
+        """Rows that did not draft let the drafter's cache fall behind; bound what a later draft catches up.
+
+        Drafting catches up by itself. Long gaps cost less in one pass than in many, and nothing at all
+        for rows that end first, so this waits for as many tokens as probes are ever apart.
+        """
         if self.drafter is None:
             return
         idle = [
@@ -316,7 +321,7 @@ class Engine:
             return
         slots = torch.tensor(idle, dtype=torch.int64)
         context = DraftContext(slots, self.slots.lens[slots], self.slots.history)
-        behind = self.drafter.lag(context) > self.num_speculative_tokens
+        behind = self.drafter.lag(context) > MAX_PROBE_PERIOD
         if bool(behind.any()):
             slots = slots[behind]
             self.drafter.refresh(DraftContext(slots, self.slots.lens[slots], self.slots.history))
