@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trtllm_av.runtime.engines.engine_directory import CONFIG, FORMAT, file_digest
+from trtllm_av.runtime.digest import file_digest
+from trtllm_av.runtime.engines.engine_directory import CONFIG, FORMAT
 from trtllm_av.runtime.errors import BuildError, UsageError
 
 

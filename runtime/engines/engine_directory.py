@@ -8,12 +8,12 @@ build, and, where the caller knows the checkpoint, the engine was built from tha
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_av.runtime.digest import file_digest
 from trtllm_av.runtime.errors import CheckpointError, UsageError
 
 CONFIG = "config.json"
@@ -85,12 +85,3 @@ class EngineDirectory:
                 f"num_speculative_tokens={num_speculative_tokens} exceeds max_draft_len="
                 f"{self.num_positions} of the engine {str(self.folder)!r}; lower it or build again"
             )
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of the whole file, hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

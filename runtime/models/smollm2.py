@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import importlib.metadata
 import json
 import logging
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from trtllm_av.runtime.digest import file_digest
 from trtllm_av.runtime.errors import CheckpointError, MissingDependencyError
 from trtllm_av.runtime.models.gguf_conversion import convert
 
@@ -94,14 +94,6 @@ def is_intact(folder: Path) -> bool:
         return False
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _crc32(path: Path) -> int:
     """Enough against damage, and half a gigabyte is checked at every start: SHA-256 takes thrice as long."""
     crc = 0
@@ -113,7 +105,7 @@ def _crc32(path: Path) -> int:
 
 def _convert_atomically(gguf: Path, target: Path) -> None:
     try:
-        actual = _sha256(gguf)
+        actual = file_digest(gguf)
     except OSError as error:
         raise CheckpointError(f"cannot read {str(gguf)!r}: {error.strerror}") from None
     if actual != GGUF_SHA256:
