@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 class Ticket:
-    """A submitted request; what ``cancel`` takes."""
+    """A submitted request; what ``cancel`` takes. ``num_output_tokens`` counts those delivered."""
 
-    __slots__ = ("deliver", "params", "prompt_token_ids", "request_id")
+    __slots__ = ("deliver", "num_output_tokens", "params", "prompt_token_ids", "request_id")
 
     def __init__(
         self,
@@ -43,13 +43,15 @@ class Ticket:
         self.params = params
         self.deliver = deliver
         self.request_id: int | None = None  # the engine's, once it has the request
+        self.num_output_tokens = 0
 
 
 class EngineThread:
     """Runs ``engine`` until ``close``.
 
     ``max_waiting`` bounds the requests beyond those that fit into the engine's slots; None is no bound.
-    ``on_round`` is called on the engine's thread after each round, and once at the start.
+    ``on_round`` is called on the engine's thread after each round, and once at the start; ``on_end`` there
+    with each request that the engine served to its end, cancelled or not.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class EngineThread:
         *,
         max_waiting: int | None = None,
         on_round: Callable[[Engine], None] | None = None,
+        on_end: Callable[[Ticket], None] | None = None,
     ) -> None:
         self._engine = engine
         self._limit = None if max_waiting is None else engine.executor.num_slots + max_waiting
         self._on_round = on_round
+        self._on_end = on_end
         self._inbox: queue.SimpleQueue[tuple[Ticket, bool] | None] = queue.SimpleQueue()
         self._by_id: dict[int, Ticket] = {}
         self._num_open = 0
@@ -148,10 +152,15 @@ class EngineThread:
             self._by_id[ticket.request_id] = ticket
 
     def _deliver(self, event: TokenEvent) -> None:
+        ticket = self._by_id[event.request_id]
+        ticket.num_output_tokens += len(event.token_ids)
         if event.finish_reason is None:
-            self._by_id[event.request_id].deliver(event)
-        else:
-            self._close(self._by_id.pop(event.request_id), event)
+            ticket.deliver(event)
+            return
+        del self._by_id[event.request_id]
+        if self._on_end is not None:
+            self._on_end(ticket)
+        self._close(ticket, event)
 
     def _close(self, ticket: Ticket, last: Response) -> None:
         with self._lock:

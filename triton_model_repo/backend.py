@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from trtllm_av.runtime.errors import AdaptiveVerificationError, OverloadError, RequestError
@@ -46,3 +48,25 @@ def refuse_parameters(request: Any) -> None:
 
 def _is_servers(name: str) -> bool:
     return name.startswith("triton_") or name in ("sequence_id", "priority", "timeout")
+
+
+def stop_engine_request(model: str, request_id: str = "", key: int | None = None) -> None:
+    """Cancel a request of the engine's ``model`` by its id or its ``av_call``.
+
+    This backend cannot cancel what it asked another model for. A model that is gone, or a request that has
+    ended, has nothing left to cancel.
+    """
+    one = np.ones((1, 1), dtype=np.int32)
+    tensors = dict.fromkeys(("input_ids", "input_lengths", "request_output_len"), one)
+    tensors["stop"] = np.ones((1, 1), dtype=bool)
+    if key is not None:
+        tensors["av_call"] = np.array([[key]], dtype=np.int64)
+    inference = pb_utils.InferenceRequest(
+        model_name=model,
+        request_id=request_id,
+        requested_output_names=["sequence_length"],
+        inputs=[pb_utils.Tensor(name, values) for name, values in tensors.items()],
+    )
+    with contextlib.suppress(Exception):
+        for _ in inference.exec(decoupled=True):
+            pass

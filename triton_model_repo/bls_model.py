@@ -1,14 +1,15 @@
 """``tensorrt_llm_bls``: preprocessing and the engine's model behind one text interface.
 
-Invariants: the engine's model is always asked to stream, so a client that leaves is noticed every round and
-its request stopped by id; rows of a batch are decoded together; without streaming there is one response with
-all rows. Importable only inside Triton's Python backend.
+Invariants: one thread looks for clients that left, also while their request waits for a slot, and stops it
+by id; rows of a batch are decoded together; without streaming there is one response with all rows.
+Importable only inside Triton's Python backend.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +23,11 @@ from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
 from trtllm_av.triton_model_repo.backend import (
     read_tensors,
     refuse_parameters,
+    stop_engine_request,
     to_load_error,
     to_triton_error,
 )
-from trtllm_av.triton_model_repo.calls import CANCELLED
+from trtllm_av.triton_model_repo.calls import CHECK_SECONDS
 from trtllm_av.triton_model_repo.fields import Fields, decode_text
 from trtllm_av.triton_model_repo.parameters import Parameters
 from trtllm_av.triton_model_repo.refusals import refuse_unsupported
@@ -87,6 +89,11 @@ class BlsModel:
         self._engine_model = parameters.get("tensorrt_llm_model_name", str, "tensorrt_llm")
         self._input_names = [entry["name"] for entry in config["input"]]
         self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bls")
+        self._open: dict[str, Any] = {}  # request id of the engine's model -> sender of ours
+        self._lock = threading.Lock()  # guards _open
+        self._is_closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch_clients, name="clients", daemon=True)
+        self._watcher.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
@@ -94,6 +101,20 @@ class BlsModel:
 
     def finalize(self) -> None:
         self._pool.shutdown()
+        self._is_closing.set()
+        self._watcher.join()
+
+    def _watch_clients(self) -> None:
+        """Stop the engine's requests of clients that left; each then ends with the engine's error.
+
+        Asked again until it has ended: the first time the engine's model may not have the request yet.
+        """
+        while not self._is_closing.wait(CHECK_SECONDS):
+            with self._lock:
+                senders = dict(self._open)
+            for request_id, sender in senders.items():
+                if sender.is_cancelled():
+                    stop_engine_request(self._engine_model, request_id)
 
     def _serve(self, request: Any, sender: Any) -> None:
         error: Any
@@ -120,11 +141,39 @@ class BlsModel:
         names = list(request.requested_output_names())
         rows = [_Row() for _ in range(fields.num_rows)]
         request_id = f"bls-{uuid.uuid4()}"
-        responses = self._engine_responses(self._engine_inputs(tensors), request_id)
+        inputs = self._engine_inputs(tensors)
+        with self._lock:
+            self._open[request_id] = sender
+        try:
+            self._relay(
+                self._engine_responses(inputs, request_id), rows, names, sender, is_streaming
+            )
+        except _ChildError:
+            raise
+        except Exception:  # a response could not be sent: nobody waits for the rest
+            stop_engine_request(self._engine_model, request_id)
+            raise
+        finally:
+            with self._lock:
+                self._open.pop(request_id, None)
+        if is_streaming:
+            sender.send(flags=_FINAL)
+            return
+        if has_input:
+            for index, row in enumerate(rows):
+                row.text = fields.scalar("text_input", index) + row.text
+        sender.send(_response(names, rows, list(range(len(rows)))), flags=_FINAL)
+
+    def _relay(
+        self,
+        responses: Iterator[dict[str, Any]],
+        rows: list[_Row],
+        names: list[str],
+        sender: Any,
+        is_streaming: bool,
+    ) -> None:
+        """Collect the engine's responses in ``rows``; send each on where the client streams."""
         for response in responses:
-            if sender.is_cancelled():
-                self._stop(request_id)
-                raise _ChildError(to_triton_error(CANCELLED))
             index = int(response["batch_index"].reshape(-1)[0])
             row = rows[index]
             row.add(response)
@@ -133,13 +182,6 @@ class BlsModel:
                 if not self._is_accumulating:
                     row.text = ""
                 row.log_probs = []
-        if is_streaming:
-            sender.send(flags=_FINAL)
-            return
-        if has_input:
-            for index, row in enumerate(rows):
-                row.text = fields.scalar("text_input", index) + row.text
-        sender.send(_response(names, rows, list(range(len(rows)))), flags=_FINAL)
 
     def _engine_inputs(self, tensors: Mapping[str, Any]) -> list[Any]:
         """Run preprocessing; the engine's inputs as tensors."""
@@ -173,20 +215,6 @@ class BlsModel:
             tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
             if tensors:
                 yield tensors
-
-    def _stop(self, request_id: str) -> None:
-        """Cancel the engine's request: this backend cannot cancel what it asked another model for."""
-        one = np.ones((1, 1), dtype=np.int32)
-        inputs = dict.fromkeys(("input_ids", "input_lengths", "request_output_len"), one)
-        tensors = _renamed(inputs, {name: name for name in inputs})
-        inference = pb_utils.InferenceRequest(
-            model_name=self._engine_model,
-            request_id=request_id,
-            requested_output_names=["sequence_length"],
-            inputs=[*tensors, pb_utils.Tensor("stop", np.ones((1, 1), dtype=bool))],
-        )
-        for _ in inference.exec(decoupled=True):
-            pass
 
 
 class _ChildError(Exception):

@@ -7,6 +7,7 @@ is its only one; a request that fails in one row ends in all of them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -37,7 +38,7 @@ class Client(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One Triton request with its rows."""
+    """One Triton request with its rows. ``key`` is unique in its model, whatever id the client chose."""
 
     request_id: str
     request: ModelRequest
@@ -47,6 +48,7 @@ class Call:
     tickets: list[Ticket] = field(default_factory=list)
     num_open: int = 0
     is_over: bool = False
+    key: int = 0
 
 
 class Calls:
@@ -57,15 +59,17 @@ class Calls:
         self._events: queue.SimpleQueue[tuple[Call, int, Response] | None] = queue.SimpleQueue()
         self._open: dict[Call, None] = {}  # in order of arrival
         self._lock = threading.Lock()  # guards _open
+        self._keys = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="responses", daemon=True)
         self._thread.start()
 
     def start(self, call: Call) -> None:
         """Submit every row; errors reach the client."""
+        call.key = next(self._keys)
         with self._lock:
             self._open[call] = None
         call.num_open = len(call.request.rows)
-        call.rows = [Progress(row, index) for index, row in enumerate(call.request.rows)]
+        call.rows = [Progress(row, index, call.key) for index, row in enumerate(call.request.rows)]
         for progress in call.rows:
             deliver = self._deliverer(call, progress.index)
             try:
@@ -79,10 +83,14 @@ class Calls:
         if call.is_over:  # a row failed while others were still being submitted
             self._cancel([call])
 
-    def stop(self, request_id: str) -> None:
-        """Cancel the running requests with this id, as a client does that sends ``stop``."""
+    def stop(self, request_id: str, key: int | None = None) -> None:
+        """Cancel the running request of this key, or those with this id, as a client does that sends ``stop``."""
         with self._lock:
-            calls = [call for call in self._open if request_id and call.request_id == request_id]
+            calls = [
+                call
+                for call in self._open
+                if (call.key == key if key is not None else call.request_id == request_id != "")
+            ]
         self._cancel(calls)
 
     def close(self) -> None:

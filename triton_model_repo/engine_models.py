@@ -85,7 +85,12 @@ class EngineModel:
         self.eos_token_ids = engine.eos_token_ids
         self._input_names = [entry["name"] for entry in config["input"]]
         self._metrics = Metrics(pb_utils, args["model_name"], args["model_version"])
-        self._engine = EngineThread(engine, max_waiting=max_waiting, on_round=self._metrics.update)
+        self._engine = EngineThread(
+            engine,
+            max_waiting=max_waiting,
+            on_round=self._metrics.update,
+            on_end=self._metrics.count_request,
+        )
         self._calls = Calls(self._engine)
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -98,7 +103,7 @@ class EngineModel:
                 client.fail(error)
                 continue
             if model_request.is_stop:
-                self._calls.stop(request.request_id())
+                self._calls.stop(request.request_id(), model_request.stop_key)
                 client.send({}, is_final=True)
                 continue
             names = list(request.requested_output_names())

@@ -33,12 +33,13 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """One Triton request. ``is_stop`` asks to end the running request of the same id."""
+    """One Triton request. ``is_stop`` asks to end the running request of ``stop_key``, or of the same id."""
 
     rows: list[RowRequest]
     is_streaming: bool = False
     is_input_excluded: bool = False
     is_stop: bool = False
+    stop_key: int | None = None
 
 
 def read_token_request(
@@ -50,7 +51,7 @@ def read_token_request(
 ) -> ModelRequest:
     """A request to the model ``tensorrt_llm``; ``is_input_excluded`` is the model's default."""
     if fields.scalar("stop", 0, False):
-        return ModelRequest([], is_stop=True)
+        return ModelRequest([], is_stop=True, stop_key=fields.scalar("av_call", 0, None))
     refuse_unsupported(fields)
     for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
         fields.row(name, 0)  # these outputs are always there for the asking

@@ -27,6 +27,7 @@ class Progress:
 
     request: RowRequest
     index: int
+    call_key: int = 0
     pending_tokens: list[int] = field(default_factory=list)
     pending_text: str = ""
     pending_logprobs: list[float] = field(default_factory=list)
@@ -127,6 +128,7 @@ TOKEN_OUTPUTS: dict[str, Callable[..., NDArray[Any]]] = _COUNTS | {
     "batch_index": _column(lambda row: row.index, np.int32),
     "sequence_index": _column(lambda row: 0, np.int32),
     "av_text": _texts,
+    "av_call": _column(lambda row: row.call_key, np.int64),
 }
 
 TEXT_OUTPUTS: dict[str, Callable[..., NDArray[Any]]] = _COUNTS | {

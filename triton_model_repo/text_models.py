@@ -6,6 +6,7 @@ Invariants: a request that cannot be read fails alone. Importable only inside Tr
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
 from trtllm_av.triton_model_repo.backend import (
     read_tensors,
     refuse_parameters,
+    stop_engine_request,
     to_load_error,
     to_triton_error,
 )
 from trtllm_av.triton_model_repo.fields import Fields
 from trtllm_av.triton_model_repo.parameters import Parameters
 from trtllm_av.triton_model_repo.text_codec import decode_tokens, encode_request, load_tokenizer
+
+_REMEMBERED = 1024  # requests that were stopped already
 
 
 class _TextModel:
@@ -62,7 +66,29 @@ class Preprocessing(_TextModel):
 
 
 class Postprocessing(_TextModel):
-    """With AV_TEXT, the engine's own incremental text; without, the decoded tokens of each response."""
+    """With AV_TEXT, the engine's own incremental text; without, the decoded tokens of each response.
+
+    It also looks for clients that left: an ensemble tells the steps that it starts, and not the one that
+    runs, so the engine hears of it from here.
+    """
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        super().initialize(args)
+        self._engine_model = self.parameters.get("tensorrt_llm_model_name", str, "tensorrt_llm")
+        self._stopped: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        for request in requests:
+            key = pb_utils.get_input_tensor_by_name(request, "AV_CALL")
+            if key is not None and request.is_cancelled():
+                self._stop(int(key.as_numpy().reshape(-1)[0]))
+        return super().execute(requests)
+
+    def _stop(self, key: int) -> None:
+        """Once per request, however many of its responses are still on their way."""
+        if key not in self._stopped:
+            self._stopped.append(key)
+            stop_engine_request(self._engine_model, key=key)
 
     def transform(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         if "AV_TEXT" in tensors:

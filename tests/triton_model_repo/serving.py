@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from trtllm_av.triton_model_repo.metrics import PERIOD
+
 START_SECONDS = 240
 DTYPES = {
     "INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_, "UINT64": np.uint64, "BYTES": np.object_,
@@ -59,11 +61,15 @@ class Server:
         assert status == 200, text
         return json.loads(text)
 
-    def gauge(self, family: str, kind: str) -> float:
+    def sample(self, prefix: str, part: str) -> float:
+        """The sample on the metrics page that starts with ``prefix`` and contains ``part``."""
         with urllib.request.urlopen(f"http://{self.metrics}", timeout=10) as reply:
             lines = reply.read().decode().splitlines()
-        [line] = [line for line in lines if line.startswith(family) and f'"{kind}"' in line]
+        [line] = [line for line in lines if line.startswith(prefix) and part in line]
         return float(line.rsplit(" ", 1)[1])
+
+    def gauge(self, family: str, kind: str) -> float:
+        return self.sample(family, f'"{kind}"')
 
     def used_slots(self) -> float:
         return self.gauge("nv_trt_llm_adaptive_verification_metrics", "used_slots")
@@ -72,6 +78,7 @@ class Server:
         return self.gauge("nv_trt_llm_adaptive_verification_metrics", "emitted")
 
     def wait_until_idle(self, seconds: float = 10.0) -> None:
+        time.sleep(1.2 * PERIOD)  # until then the gauge may be of the time before
         end = time.monotonic() + seconds
         while self.gauge("nv_trt_llm_request_metrics", "active") > 0:
             assert time.monotonic() < end, "a slot is still taken"

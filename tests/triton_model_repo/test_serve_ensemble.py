@@ -144,11 +144,13 @@ def test_stop_input_ends_the_request_of_that_id(ensemble_server: Server, streams
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", *TEXT_MODELS])
 def test_a_client_that_leaves_frees_its_slot(ensemble_server: Server, model: str) -> None:
-    """Guards against slots that decode for nobody until max_tokens."""
+    """Guards against slots that decode for nobody until max_tokens, and requests that wait for nobody."""
     ensemble_server.wait_until_idle()
     before = ensemble_server.emitted()
     gone = Streams(ensemble_server)
-    for _ in range(3):
+    for _ in range(
+        24
+    ):  # three times the slots: on a slow machine the first may end before the client goes
         if model == "tensorrt_llm":
             gone.send(model, token_fields([5, 6, 7], 240, streaming=True, end_id=-1))
         else:
@@ -156,7 +158,48 @@ def test_a_client_that_leaves_frees_its_slot(ensemble_server: Server, model: str
     gone.next()
     gone.close(cancel=True)
     ensemble_server.wait_until_idle()
-    assert ensemble_server.emitted() - before < 3 * 240 / 2
+    assert ensemble_server.emitted() - before < 24 * 240 / 2
+
+
+def test_a_waiting_request_of_the_bls_model_leaves_with_its_client(ensemble_server: Server) -> None:
+    """Guards against clients that are looked for only when a response comes."""
+
+    def count_short() -> float:
+        """Requests so far that ended with at most ten tokens."""
+        return ensemble_server.sample(
+            'nv_llm_output_token_len_bucket{model="tensorrt_llm"', 'le="10"'
+        )
+
+    ensemble_server.wait_until_idle()
+    before = count_short()
+    with Streams(ensemble_server) as busy:
+        for _ in range(64):
+            busy.send("tensorrt_llm", token_fields([5, 6, 7], 240, end_id=-1))
+        gone = Streams(ensemble_server)
+        gone.send("tensorrt_llm_bls", {"text_input": "abc", "max_tokens": 240, "end_id": -1})
+        end = time.monotonic() + 30
+        while ensemble_server.gauge("nv_trt_llm_request_metrics", "active") < 65:
+            assert time.monotonic() < end, "the request of the BLS model does not reach the engine"
+        gone.close(cancel=True)
+        while count_short() == before:
+            assert ensemble_server.gauge("nv_trt_llm_request_metrics", "waiting") > 0
+        for _ in range(64):
+            busy.next()
+    ensemble_server.wait_until_idle()
+    assert count_short() == before + 1
+
+
+def test_histograms_count_the_tokens_of_every_request(ensemble_server: Server) -> None:
+    """Guards against panels of request lengths that stay empty or count a response for a request."""
+    names = ("nv_llm_input_token_len_sum", "nv_llm_output_token_len_sum")
+    label = 'model="tensorrt_llm"'
+    ensemble_server.wait_until_idle()
+    before = [ensemble_server.sample(name, label) for name in names]
+    with Streams(ensemble_server) as streams:
+        streams.collect("tensorrt_llm", token_fields([5, 6, 7], 20, streaming=True, end_id=-1))
+    ensemble_server.wait_until_idle()
+    after = [ensemble_server.sample(name, label) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [3, 20]
 
 
 @pytest.mark.parametrize(
