@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trtllm_av.runtime.models.drafters.eagle_head import EagleHead
+from trtllm_av.runtime.models.drafters.dspark_head import figures_of_logits
 
-from .chain import run_chain
+from .calibration import CalibrationReport, Judgements
+from .families import Family
 from .target import FrozenTarget
 
 
@@ -22,7 +23,8 @@ from .target import FrozenTarget
 class DepthReport:
     """Per depth 1 … K: ``conditional`` acceptance (positions before it accepted) and its standard error,
     ``unconditional`` Σ min(p, q) behind any prefix of the text, ``greedy`` matches of the two arg-maxima
-    behind any prefix; ``accepted`` is the expected number of accepted drafts of K."""
+    behind any prefix; ``accepted`` is the expected number of accepted drafts of K; ``confidence``: how
+    well a confidence head, and beside it the draft's own top token, tell accepted drafts from rejected."""
 
     conditional: list[float]
     standard_error: list[float]
@@ -30,11 +32,13 @@ class DepthReport:
     greedy: list[float]
     accepted: float
     num_positions: int
+    confidence: CalibrationReport | None = None
 
 
 @torch.no_grad()
 def acceptance_by_depth(
-    head: EagleHead,
+    family: Family,
+    head: nn.Module,
     target: FrozenTarget,
     draft_to_target: Tensor,
     tokens: Tensor,
@@ -53,6 +57,7 @@ def acceptance_by_depth(
     column[draft_to_target] = torch.arange(len(draft_to_target), device=target.device)
     sums = torch.zeros(len(tokens), num_steps, 5, dtype=torch.float64)
     length = tokens.shape[1] - num_steps - 1
+    judgements = Judgements(num_steps)
     for first in range(0, len(tokens), batch):
         ids = tokens[first : first + batch].to(target.device)
         hidden = target.encode(ids)
@@ -62,22 +67,28 @@ def acceptance_by_depth(
         counted = is_counted[first : first + batch].to(target.device)
         valid = torch.ones(len(ids), length, dtype=torch.float64, device=target.device)
         reach = torch.ones_like(valid)
-        for k, state in enumerate(run_chain(head, target.embedding, ids, hidden, num_steps)):
-            log_q = (state @ rows.T).log_softmax(-1)
+        proposals = family.unroll(head, target.embedding, ids, hidden, num_steps)
+        for k, proposal in enumerate(proposals):
+            log_q = (proposal.state @ rows.T).log_softmax(-1)
             log_target = log_p[:, 1 + k : 1 + k + length]
             overlap = torch.minimum(log_target.exp(), log_q.exp()).sum(-1).double()
             valid = valid * counted[:, 2 + k : 2 + k + length]
             is_same = draft_to_target[log_q.argmax(-1)] == best[:, 1 + k : 1 + k + length]
             reached = valid * reach
             parts = (reached * overlap, reached, valid * overlap, valid * is_same, valid)
+            if proposal.confidence is not None:
+                figures = figures_of_logits(log_q)
+                judgements.add(k, proposal.confidence(figures), figures[..., 0], overlap, reached)
             sums[first : first + batch, k] = torch.stack([part.sum(1) for part in parts], -1).cpu()
             at = column[ids[:, 2 + k : 2 + k + length].long()]
             gap = (log_q - log_target).gather(-1, at.clamp(min=0)[..., None])[..., 0]
             reach = reach * torch.where(at >= 0, gap.double().exp().clamp(max=1), 0)
-    return _report(sums, groups)
+    return _report(sums, groups, judgements.report())
 
 
-def _report(sums: Tensor, groups: Tensor | None) -> DepthReport:
+def _report(
+    sums: Tensor, groups: Tensor | None, confidence: CalibrationReport | None
+) -> DepthReport:
     if groups is not None:
         joined = torch.zeros(int(groups.max()) + 1, *sums.shape[1:], dtype=sums.dtype)
         sums = joined.index_add_(0, groups, sums)
@@ -92,4 +103,5 @@ def _report(sums: Tensor, groups: Tensor | None) -> DepthReport:
         (total[:, 3] / total[:, 4]).tolist(),
         float((total[:, 0] / total[:, 4]).sum()),
         int(total[0, 4]),
+        confidence,
     )

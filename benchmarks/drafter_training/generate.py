@@ -19,6 +19,7 @@ from .decode import ChatMarks, Decoder
 from .prompts import RequestSource
 from .source import Source
 from .target import FrozenTarget
+from .text import is_assistant
 
 
 def chat_marks(source: Source) -> ChatMarks:
@@ -59,12 +60,16 @@ def generate_text(
     batch: int,
     length: int,
     seed: int,
-) -> float:
-    """Write at least ``num_tokens`` sampled tokens to ``path``; returns tokens per second."""
-    requests = RequestSource(seed)
+) -> tuple[int, int, float]:
+    """Write at least ``num_tokens`` tokens of answers, sampled at temperature 1, to ``path``.
+
+    Returns how many there are, how many were sampled with the user turns around them, and the latter
+    per second.
+    """
+    requests, marks = RequestSource(seed), chat_marks(source)
     decoder = Decoder(
         target,
-        chat_marks(source),
+        marks,
         batch=batch,
         capacity=length,
         user_temperature=0.7,
@@ -72,8 +77,8 @@ def generate_text(
     )
     cache: dict[str, list[int]] = {}
     tokens, prompt_lens = [], []
-    sampled, began = 0, time.monotonic()
-    while sampled < num_tokens:
+    answered, sampled, began = 0, 0, time.monotonic()
+    while answered < num_tokens:
         prompts = []
         for _ in range(batch):
             text = opening(*requests.draw())
@@ -81,9 +86,12 @@ def generate_text(
                 cache[text] = source.encode(text)
             prompts.append(cache[text])
         forced, lens = forced_rows(prompts, length)
-        tokens.append(decoder.generate(forced).to("cpu", torch.int32))
+        text = decoder.generate(forced)
+        is_sampled = torch.arange(length) >= lens[:, None]
+        answered += int((is_assistant(text, marks) & is_sampled.to(text.device)).sum())
+        sampled += int(is_sampled.sum())
+        tokens.append(text.to("cpu", torch.int32))
         prompt_lens.append(lens.int())
-        sampled += int((length - lens).sum())
     seconds = time.monotonic() - began
     save_file(
         {
@@ -92,4 +100,4 @@ def generate_text(
         },
         path,
     )
-    return sampled / seconds
+    return answered, sampled, sampled / seconds

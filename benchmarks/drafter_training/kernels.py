@@ -129,7 +129,7 @@ def gumbel_argmax(
 @triton.jit
 def distil_rows(
     draft_ptr, target_ptr, log_total_ptr, next_ptr, weight_ptr,
-    entropy_ptr, overlap_ptr, ratio_ptr,
+    entropy_ptr, overlap_ptr, ratio_ptr, log_top_ptr, spread_ptr,
     rows_per_sequence, target_rows, shift, vocab_size, entropy_share, overlap_share,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +162,8 @@ def distil_rows(
     tl.store(entropy_ptr + row, entropy)
     tl.store(overlap_ptr + row, overlap)
     tl.store(ratio_ptr + row, ratio)
+    tl.store(log_top_ptr + row, top - log_total)
+    tl.store(spread_ptr + row, log_total - tl.sum(tl.where(is_real, q * z, 0.0), 0))
     gradient = entropy_share * (inside * q - p)
     gradient += overlap_share * q * (under - tl.where(is_under, 1.0, 0.0))
     gradient *= tl.load(weight_ptr + row)

@@ -32,14 +32,28 @@ class Shares:
     overlap: float
 
 
+@dataclass(slots=True)
+class RowFigures:
+    """What one depth of drafting looks like, each [M] float32 and without gradient.
+
+    ``overlap`` = Σ min(p, q), the chance of acceptance; ``ratio`` = min(1, q/p) of the token that stands in
+    the text: the weight that turns text written by the target into prefixes that were drafted and accepted;
+    ``log_top`` and ``spread``: log-probability of q's top token, and q's entropy.
+    """
+
+    overlap: Tensor
+    ratio: Tensor
+    log_top: Tensor
+    spread: Tensor
+
+
 def distil_rows_plain(
     draft: Tensor, log_p: Tensor, next_column: Tensor, weight: Tensor, shares: Shares
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The definition, in float32: (gradient [M, V_d], cross entropy, overlap, ratio, each [M]).
+) -> tuple[Tensor, Tensor, RowFigures]:
+    """The definition, in float32: gradient [M, V_d], cross entropy [M], and figures.
 
     ``log_p`` [M, V_d] log target probabilities; ``next_column`` [M] draft column of the token that
-    stands in the text, −1 outside the draft vocabulary. ratio = min(1, q/p) of that token: the weight
-    that turns text written by the target into prefixes that were drafted and accepted.
+    stands in the text, −1 outside the draft vocabulary.
     """
     log_q = draft.float().log_softmax(-1)
     p, q = log_p.float().exp(), log_q.exp()
@@ -52,13 +66,14 @@ def distil_rows_plain(
     under = (q * is_under).sum(-1, keepdim=True)
     gradient = shares.entropy * (p.sum(-1, keepdim=True) * q - p)
     gradient = gradient + shares.overlap * q * (under - is_under)
-    return gradient * weight[:, None], entropy, overlap, ratio
+    figures = RowFigures(overlap, ratio, log_q.amax(-1), -(q * log_q).sum(-1))
+    return gradient * weight[:, None], entropy, figures
 
 
 def _distil_rows(
     draft: Tensor, target: TargetRows, shift: int, next_column: Tensor, weight: Tensor,
     shares: Shares, length: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, RowFigures]:  # fmt: skip
     if not draft.is_cuda:
         log_p = target.logits.float() - target.log_total[..., None]
         log_p = log_p[:, shift : shift + length].flatten(0, 1)
@@ -68,13 +83,13 @@ def _distil_rows(
     from .kernels import distil_rows
 
     rows, vocab_size = draft.shape
-    entropy, overlap, ratio = (torch.empty_like(weight) for _ in range(3))
+    entropy, *figures = (torch.empty_like(weight) for _ in range(5))
     distil_rows[(rows,)](
-        draft, target.logits, target.log_total, next_column, weight, entropy, overlap, ratio,
+        draft, target.logits, target.log_total, next_column, weight, entropy, *figures,
         length, target.logits.shape[1], shift, vocab_size, shares.entropy, shares.overlap,
         BLOCK=triton.next_power_of_2(vocab_size), num_warps=16,
     )  # fmt: skip
-    return draft, entropy, overlap, ratio
+    return draft, entropy, RowFigures(*figures)
 
 
 class _Distil(torch.autograd.Function):
@@ -84,15 +99,16 @@ class _Distil(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, output_rows: Tensor, target: TargetRows, shift: int,
         next_column: Tensor, weight: Tensor, shares: Shares,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         flat = hidden.detach().flatten(0, 1).to(output_rows.dtype)
-        gradient, entropy, overlap, ratio = _distil_rows(
+        gradient, entropy, figures = _distil_rows(
             flat @ output_rows.T, target, shift, next_column, weight, shares, hidden.shape[1]
         )
         ctx.save_for_backward((gradient.to(output_rows.dtype) @ output_rows).view_as(hidden))
-        loss = (weight * (shares.entropy * entropy + shares.overlap * (1 - overlap))).sum()
-        ctx.mark_non_differentiable(overlap, ratio)
-        return loss, overlap, ratio
+        loss = (weight * (shares.entropy * entropy + shares.overlap * (1 - figures.overlap))).sum()
+        parts = (figures.overlap, figures.ratio, figures.log_top, figures.spread)
+        ctx.mark_non_differentiable(*parts)
+        return loss, *parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,12 +119,10 @@ class _Distil(torch.autograd.Function):
 def distil(
     hidden: Tensor, output_rows: Tensor, target: TargetRows, *, shift: int, next_column: Tensor,
     weight: Tensor, shares: Shares,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Weighted loss (scalar), overlap Σ min(p, q) [M] and ratio [M] of ``hidden`` [B, T, H], M = B·T.
+) -> tuple[Tensor, RowFigures]:  # fmt: skip
+    """Weighted loss (scalar) and figures of ``hidden`` [B, T, H]; M = B·T.
 
     Row t of a sequence is compared with target row t + ``shift``.
     """
-    loss, overlap, ratio = _Distil.apply(
-        hidden, output_rows, target, shift, next_column, weight, shares
-    )
-    return loss, overlap, ratio
+    loss, *figures = _Distil.apply(hidden, output_rows, target, shift, next_column, weight, shares)
+    return loss, RowFigures(*figures)

@@ -1,9 +1,10 @@
-"""Distillation of an autoregressive head with chained steps, in runs that stop and resume.
+"""Distillation of a drafting head over all its depths, in runs that stop and resume.
 
 Invariants: seeds and the batch of a step depend on the settings and the step number only, so a run that
 stopped resumes with what it would have done; the schedule is a function of step / num_steps.
 First cross entropy at every start position; then, ramped in, total variation weighted by the
-probability that the prefix was accepted, which is the quantity that drafting wants.
+probability that the prefix was accepted, which is the quantity that drafting wants. A confidence head
+learns that chance of acceptance, Σ min(p, q), behind accepted prefixes from the first step on.
 """
 
 from __future__ import annotations
@@ -11,29 +12,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtllm_av.runtime.errors import UsageError
-from trtllm_av.runtime.models.drafters.eagle_head import (
-    EagleHead,
-    EagleHeadConfig,
-    target_fingerprint,
-)
+from trtllm_av.runtime.models.drafters.dspark_head import draft_figures
 
-from .chain import chain_step, run_chain
-from .loss import Shares, TargetRows, distil
+from .families import Family
+from .loss import RowFigures, Shares, TargetRows, distil
 from .target import FrozenTarget
 from .text import TrainingText
+
+_UNTIMED_STEPS = 40  # spent on compilation
+_TIME_MARGIN = 0.97
+_SAVE_SECONDS = 45.0
 
 
 @dataclass(slots=True, frozen=True)
 class TrainingSettings:
-    """``learning_rate`` is AdamW's; Muon's updates are scaled to the same size."""
+    """``learning_rate`` is AdamW's; Muon's updates are scaled to the same size. ``confidence_share`` is
+    small only to keep the clipping of gradients to the drafts': AdamW's updates do not depend on it."""
 
     num_steps: int
     batch: int
@@ -45,6 +47,7 @@ class TrainingSettings:
     weight_decay: float = 0.01
     ramp: tuple[float, float] = (0.5, 0.65)
     user_weight: float = 0.25
+    confidence_share: float = 0.1
     seed: int = 0
 
     def rate(self, step: int) -> float:
@@ -59,51 +62,13 @@ class TrainingSettings:
         return min(1.0, max(0.0, (step / self.num_steps - begin) / (end - begin)))
 
 
-def new_head(target: FrozenTarget, wide: int, seed: int) -> EagleHead:
-    """A head that starts as the target's last layer, reading the hidden state and little of the token.
-
-    MLP units beyond the target's start at random with no output yet.
-    """
-    config, last = target.config, target.layers[-1]
-    head = EagleHead(
-        EagleHeadConfig(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=wide,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_theta,
-            target_fingerprint=target_fingerprint(target.embed, config.vocab_size),
-        )
-    ).to(target.device)
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator).to(target.device) * columns**-0.5
-
-    size, own = config.hidden_size, config.intermediate_size
-    kept = min(own, wide)
-    gate, up = last.gate_up.float().chunk(2)
-    with torch.no_grad():
-        head.fuse.copy_(torch.cat([0.1 * noise(size, size), torch.eye(size).to(target.device)], 1))
-        head.qkv.copy_(last.qkv)
-        head.output.copy_(last.output)
-        head.gate_up.copy_(noise(2 * wide, size))
-        head.gate_up[:kept] = gate[:kept]
-        head.gate_up[wide : wide + kept] = up[:kept]
-        head.down.zero_()
-        head.down[:, :kept] = last.down[:, :kept].float()
-        head.final_norm.copy_(target.final_norm)
-    return head
-
-
 class Trainer:
     """Owns the head, its optimisers and the step counter; see the module docstring."""
 
     def __init__(
         self,
-        head: EagleHead,
+        family: Family,
+        head: nn.Module,
         target: FrozenTarget,
         text: TrainingText,
         draft_to_target: Tensor,
@@ -111,14 +76,14 @@ class Trainer:
         settings: TrainingSettings,
     ) -> None:
         """``counted`` [N, S] is each token's weight in the loss (0 where it was forced)."""
-        self.head, self.settings, self.step = head, settings, 0
+        self.family, self.head, self.settings, self.step = family, head, settings, 0
         self.draft_to_target = draft_to_target
         self._embedding, self._text, self._counted = target.embedding, text, counted
         self._rows = target.output_rows[draft_to_target].contiguous()
         self._column = torch.full((target.config.vocab_size,), -1, device=target.device)
         self._column[draft_to_target] = torch.arange(len(draft_to_target), device=target.device)
-        matrices = [p for p in head.parameters() if p.ndim == 2]
-        norms = [p for p in head.parameters() if p.ndim != 2]
+        matrices = [p for name, p in head.named_parameters() if _is_matrix(name, p)]
+        others = [p for name, p in head.named_parameters() if not _is_matrix(name, p)]
         rate = settings.learning_rate
         self._optimizers: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon(
@@ -127,14 +92,10 @@ class Trainer:
                 weight_decay=settings.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             ),
-            torch.optim.AdamW(norms, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         )
-        # Triton 3.6 cannot compile the persistent reduction that attention is fused into.
-        options: dict[str, str | int | bool | Callable[..., Any]] = {
-            "triton.persistent_reductions": False
-        }
-        is_cuda = target.device.type == "cuda"
-        self._chain_step = torch.compile(chain_step, options=options) if is_cuda else chain_step
+        if target.device.type == "cuda":
+            family.compile()
         self._epoch, self._order = -1, torch.empty(0)
 
     def _batch(self) -> Tensor:
@@ -158,15 +119,15 @@ class Trainer:
         reach = torch.ones(len(rows) * length, device=tokens.device)
         loss = torch.zeros((), device=tokens.device)
         overlaps = []
-        states = run_chain(
-            self.head, self._embedding, tokens, hidden, settings.chain_steps, self._chain_step
+        proposals = self.family.unroll(
+            self.head, self._embedding, tokens, hidden, settings.chain_steps
         )
-        for k, state in enumerate(states):
+        for k, proposal in enumerate(proposals):
             ahead = slice(2 + k, 2 + k + length)
-            weight = counted[:, ahead].flatten() * (1 + share * (reach - 1))
-            weight = weight / weight.sum().clamp(min=1e-6) * settings.step_decay**k
-            part, overlap, ratio = distil(
-                state,
+            mine = counted[:, ahead].flatten()
+            weight = _shares_of(mine * (1 + share * (reach - 1))) * settings.step_decay**k
+            part, figures = distil(
+                proposal.state,
                 self._rows,
                 target,
                 shift=1 + k,
@@ -175,8 +136,16 @@ class Trainer:
                 shares=Shares(entropy=1 - 0.9 * share, overlap=2 * share),
             )
             loss = loss + part
-            overlaps.append((weight * overlap).sum() / settings.step_decay**k)
-            reach = reach * ratio
+            if proposal.confidence is not None:
+                logit = proposal.confidence(_confidence_inputs(figures, len(rows)))
+                surprise = F.binary_cross_entropy_with_logits(
+                    logit.flatten(), figures.overlap.clamp(0, 1), reduction="none"
+                )
+                loss = (
+                    loss + settings.confidence_share * (_shares_of(mine * reach) * surprise).sum()
+                )
+            overlaps.append((weight * figures.overlap).sum() / settings.step_decay**k)
+            reach = reach * figures.ratio
         return loss, overlaps
 
     def train_step(self) -> list[Tensor]:
@@ -197,6 +166,7 @@ class Trainer:
         """Write a checkpoint; the old one stays until the new one is complete."""
         state = {
             "step": self.step,
+            "num_steps": self.settings.num_steps,
             "draft_to_target": self.draft_to_target,
             "head": self.head.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
@@ -211,28 +181,66 @@ class Trainer:
         if not torch.equal(state["draft_to_target"], self.draft_to_target):
             raise UsageError(f"{path} was trained on another text; use an empty --work folder")
         self.step = state["step"]
+        self.settings = replace(self.settings, num_steps=state["num_steps"])
         self.head.load_state_dict(state["head"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
 
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """True for what Muon updates: matrices between wide layers, not the masks or a confidence head."""
+    return parameter.ndim == 2 and name != "masks" and not name.startswith("confidence.")
+
+
+def _shares_of(weight: Tensor) -> Tensor:
+    return weight / weight.sum().clamp(min=1e-6)
+
+
+def _confidence_inputs(figures: RowFigures, batch: int) -> Tensor:
+    return draft_figures(figures.log_top, figures.spread).unflatten(0, (batch, -1))
+
+
 def train(
-    trainer: Trainer, checkpoint: Path, *, seconds: float, report: Callable[[str], None]
+    trainer: Trainer,
+    checkpoint: Path,
+    *,
+    seconds: float,
+    report: Callable[[str], None],
+    fits_time: bool = False,
+    snapshot: Path | None = None,
 ) -> bool:
-    """Train until the last step (True) or until ``seconds`` have passed (False); both save."""
-    began = saved = time.monotonic()
-    first, last = trainer.step, trainer.settings.num_steps
-    while trainer.step < last:
+    """Train until the last step (True) or until ``seconds`` have passed (False); both save.
+
+    ``fits_time`` sets the last step of a run that just began to what ``seconds`` will allow, from the
+    pace behind the first ``_UNTIMED_STEPS``; ``snapshot`` gets the weights with every checkpoint.
+    """
+    began = saved = paced = time.monotonic()
+    first = trainer.step
+
+    def save() -> None:
+        trainer.save(checkpoint)
+        if snapshot is not None:
+            trainer.family.save(snapshot, trainer.head, trainer.draft_to_target)
+
+    while trainer.step < trainer.settings.num_steps:
         overlaps = trainer.train_step()
-        if trainer.step % 100 == 0 or trainer.step == last:
+        is_last = trainer.step == trainer.settings.num_steps
+        if trainer.step - first == _UNTIMED_STEPS:
+            overlaps[0].item()  # wait for the device
+            paced = time.monotonic()
+        if trainer.step % 100 == 0 or is_last:
             shown = " ".join(f"{value:.3f}" for value in torch.stack(overlaps).tolist())
             now = time.monotonic()
-            pace = (trainer.step - first) / (now - began)
+            pace = (trainer.step - first - _UNTIMED_STEPS) / max(now - paced, 1e-9)
+            if fits_time and trainer.step == 100:
+                left = int(_TIME_MARGIN * pace * (seconds - (now - began)))
+                trainer.settings = replace(trainer.settings, num_steps=trainer.step + max(left, 1))
+            last = trainer.settings.num_steps
             report(f"step {trainer.step}/{last} overlap {shown} {pace:.2f} steps/s")
             if now - began > seconds:
                 break
-            if now - saved > 45:
-                trainer.save(checkpoint)
+            if now - saved > _SAVE_SECONDS:
+                save()
                 saved = now
-    trainer.save(checkpoint)
-    return trainer.step >= last
+    save()
+    return trainer.step >= trainer.settings.num_steps

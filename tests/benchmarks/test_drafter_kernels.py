@@ -33,13 +33,14 @@ def test_distil_rows(dtype: torch.dtype) -> None:
     column = torch.tensor([-1, 0, 5, 99, 7, -1], device=DEVICE)
     weight = torch.rand(batch * length, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     log_p = (logits.float() - log_total[..., None])[:, shift : shift + length].flatten(0, 1)
-    expected = distil_rows_plain(draft, log_p, column, weight, Shares(0.7, 0.6))
-    entropy, overlap, ratio = (torch.empty_like(weight) for _ in range(3))
+    gradient, surprise, plain = distil_rows_plain(draft, log_p, column, weight, Shares(0.7, 0.6))
+    expected = (gradient, surprise, plain.overlap, plain.ratio, plain.log_top, plain.spread)
+    entropy, *figures = (torch.empty_like(weight) for _ in range(5))
     kernels.distil_rows[(batch * length,)](
-        draft, logits, log_total, column, weight, entropy, overlap, ratio,
+        draft, logits, log_total, column, weight, entropy, *figures,
         length, total, shift, width, 0.7, 0.6, BLOCK=128,
     )  # fmt: skip
-    for mine, theirs in zip((draft.float(), entropy, overlap, ratio), expected, strict=True):
+    for mine, theirs in zip((draft.float(), entropy, *figures), expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=3e-3, rtol=1e-2)
 
 

@@ -7,18 +7,24 @@ from collections.abc import Callable
 from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.models.checkpoint import LoadedModel
 from trtllm_av.runtime.models.drafters.base import Drafter
+from trtllm_av.runtime.models.drafters.dflash import create_dflash
 from trtllm_av.runtime.models.drafters.draft_model import create_draft_model
+from trtllm_av.runtime.models.drafters.dspark import create_dspark
 from trtllm_av.runtime.models.drafters.eagle import create_eagle, has_packaged_head
 from trtllm_av.runtime.models.drafters.layer_skip import create_layer_skip
+from trtllm_av.runtime.models.drafters.mtp import create_mtp
 from trtllm_av.runtime.models.kv_cache import KVCache
 from trtllm_av.runtime.params import SpeculativeConfig
 
 DrafterFactory = Callable[[SpeculativeConfig, LoadedModel, KVCache], Drafter]
 
 DRAFTERS: dict[str, DrafterFactory] = {
+    "dflash": create_dflash,
     "draft_model": create_draft_model,
+    "dspark": create_dspark,
     "eagle": create_eagle,
     "layer_skip": create_layer_skip,
+    "mtp": create_mtp,
 }
 
 

@@ -4,8 +4,8 @@ A drafter proposes up to ``max_draft_len`` tokens per row, one position at a tim
 logits of position 0, ``step`` those of position i after the tokens of position i−1 were drawn. A block
 drafter computes all positions in ``start`` and only hands them out in ``step``.
 
-Invariants: the logits of position i are functions of committed tokens
-and of the drafts x_0 … x_{i−1} of the same row, never of x_i; a row's logits do not depend on which
+Invariants: the logits and the confidence of position i are functions of committed tokens
+and of the drafts x_0 … x_{i−1} of the same row, never of x_i; neither depends on which
 other rows are in the batch. The drafter keeps its own KV state per slot; what it wrote for drafts that
 were rejected or trimmed is overwritten or ignored by the next round.
 """
@@ -61,6 +61,11 @@ class Drafter(Protocol):
         """[V_d] int64 map of a reduced draft vocabulary; None means the target's own."""
         ...
 
+    @property
+    def has_confidence_head(self) -> bool:
+        """True if ``confidence_logit`` may be called."""
+        ...
+
     def reset(self, slot: int) -> None:
         """Forget a slot before another request uses it."""
         ...
@@ -91,3 +96,23 @@ class Drafter(Protocol):
         Rows whose own draft has ended pass any valid token; their logits are ignored.
         """
         ...
+
+    def confidence_logit(self) -> Tensor:
+        """[R] f32, the confidence head's logit for the position whose logits came last.
+
+        It says how likely the target accepts the token that is about to be drawn there, given that it
+        accepted all before, and is computed from tensors that exist before that token is drawn: never
+        from a state behind it. Called once between ``start`` or ``step`` and the draw, and only where
+        ``has_confidence_head``.
+        """
+        ...
+
+
+class NoConfidenceHead:
+    """The part of ``Drafter`` that families without a confidence head share."""
+
+    has_confidence_head = False
+
+    def confidence_logit(self) -> Tensor:
+        """RuntimeError: nobody may ask."""
+        raise RuntimeError(f"{type(self).__name__} has no confidence head; take the estimator")

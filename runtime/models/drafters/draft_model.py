@@ -9,13 +9,16 @@ a long gap (a new prompt) is a pass of its own, because attention pads rows to t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from trtllm_av.runtime.errors import CheckpointError, UsageError
 from trtllm_av.runtime.models.batch import PackedBatch
 from trtllm_av.runtime.models.checkpoint import LoadedModel, load_checkpoint
-from trtllm_av.runtime.models.drafters.base import DraftContext
+from trtllm_av.runtime.models.drafters.base import DraftContext, NoConfidenceHead
 from trtllm_av.runtime.models.kv_cache import KVCache
 from trtllm_av.runtime.params import SpeculativeConfig
 
@@ -23,21 +26,19 @@ from trtllm_av.runtime.params import SpeculativeConfig
 _CHUNK = 512
 
 
-class DraftModelDrafter:
-    """See the module docstring; ``num_slots`` and ``max_len`` are those of the target's cache."""
+class DraftModel(NoConfidenceHead, ABC):
+    """See the module docstring; ``num_slots`` and ``max_len`` are those of the target's cache, ``digest``
+    names the checkpoint. Subclasses run it."""
 
     name = "draft_model"
     is_block = False
     reads_hidden = False
     draft_to_target: Tensor | None = None
 
-    def __init__(
-        self, draft: LoadedModel, *, num_slots: int, max_len: int, max_draft_len: int
-    ) -> None:
+    def __init__(self, digest: str, *, num_slots: int, max_len: int, max_draft_len: int) -> None:
         self.max_draft_len = max_draft_len
-        self.cost_key = f"{self.name} {draft.digest}"
-        self._model = draft.model
-        self._cache = KVCache(draft.config, num_slots, max_len, draft.dtype)
+        self.cost_key = f"{self.name} {digest}"
+        self._max_len = max_len
         self._held_tokens = torch.zeros(num_slots, max_len, dtype=torch.int64)
         self._held_lens = torch.zeros(num_slots, dtype=torch.int64)
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -103,9 +104,7 @@ class DraftModelDrafter:
         lengths = context.lens - starts
         positions = starts[:, None] + torch.arange(int(lengths.max()))
         is_missing = positions < context.lens[:, None]
-        history = context.history[
-            context.slots[:, None], positions.clamp_max_(self._cache.max_len - 1)
-        ]
+        history = context.history[context.slots[:, None], positions.clamp_max_(self._max_len - 1)]
         batch = PackedBatch.pack(history[is_missing], context.slots, starts, lengths)
         if logit_rows is None:
             logit_rows = batch.cu_seqlens[1:] - 1
@@ -116,6 +115,26 @@ class DraftModelDrafter:
         slots = batch.slots.repeat_interleave(batch.lengths)
         self._held_tokens[slots, batch.positions] = batch.token_ids
         self._held_lens[batch.slots] = batch.kv_lens + batch.lengths
+        return self._forward(batch, logit_rows)
+
+    @abstractmethod
+    def _forward(self, batch: PackedBatch, logit_rows: Tensor | None) -> Tensor:
+        """Logits [N, V] of the packed rows ``logit_rows`` [N] (None: all), after writing the cache."""
+
+
+class DraftModelDrafter(DraftModel):
+    """The family on a torch module."""
+
+    def __init__(
+        self, draft: LoadedModel, *, num_slots: int, max_len: int, max_draft_len: int
+    ) -> None:
+        super().__init__(
+            draft.digest, num_slots=num_slots, max_len=max_len, max_draft_len=max_draft_len
+        )
+        self._model = draft.model
+        self._cache = KVCache(draft.config, num_slots, max_len, draft.dtype)
+
+    def _forward(self, batch: PackedBatch, logit_rows: Tensor | None) -> Tensor:
         return self._model.forward(batch, self._cache, logit_rows=logit_rows).logits
 
 
@@ -134,7 +153,9 @@ def create_draft_model(
             f"skip_layers={config.skip_layers}: only method 'layer_skip' has it; remove it"
         )
     draft = load_checkpoint(config.model, target.dtype)
-    check_vocabulary(draft, target)
+    check_vocabulary(
+        draft.config.vocab_size, target.config.vocab_size, draft.tokenizer, target.tokenizer
+    )
     return DraftModelDrafter(
         draft,
         num_slots=cache.num_slots,
@@ -143,17 +164,19 @@ def create_draft_model(
     )
 
 
-def check_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
-    """Raise CheckpointError unless both models mean the same by every token id, as far as is known."""
-    draft_size, target_size = draft.config.vocab_size, target.config.vocab_size
+def check_vocabulary(
+    draft_size: int, target_size: int, draft_tokenizer: Any, target_tokenizer: Any
+) -> None:
+    """Raise CheckpointError unless both models mean the same by every token id, as far as is known:
+    by the sizes of their vocabularies and, where both have one, their Hugging Face tokenizers."""
     if draft_size != target_size:
         raise CheckpointError(
             f"draft model has a vocabulary of {draft_size} tokens, the target of {target_size}; "
             "they must be the same"
         )
-    if draft.tokenizer is None or target.tokenizer is None:
+    if draft_tokenizer is None or target_tokenizer is None:
         return
-    ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    ours, theirs = draft_tokenizer.get_vocab(), target_tokenizer.get_vocab()
     if ours != theirs:
         pairs = set(ours.items()) ^ set(theirs.items())
         token, index = min(pairs, key=lambda pair: pair[1])

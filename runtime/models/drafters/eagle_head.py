@@ -12,25 +12,19 @@ belongs to entry t; norms and softmax are computed as the target computes them.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trtllm_av.runtime.errors import CheckpointError
 from trtllm_av.runtime.models.config import LlamaConfig
+from trtllm_av.runtime.models.drafters.head_file import load_weights, save_weights
 from trtllm_av.runtime.models.linear import Linear
 from trtllm_av.runtime.models.rope import inverse_frequencies, rotate, rotation
 
-_CONFIG_KEY = "eagle_head"
-_MAP_NAME = "draft_to_target"
+_FAMILY = "eagle_head"
 
 
 @dataclass(frozen=True)
@@ -145,47 +139,11 @@ class EagleHead(nn.Module):
         return self._norm(x, self.final_norm)
 
 
-def target_fingerprint(embed: Callable[[Tensor], Tensor], vocab_size: int) -> str:
-    """16 hex digits that tell targets apart, whatever their file format and working dtype.
-
-    ``embed`` maps token ids [N] int64 to the target's embeddings [N, H].
-    """
-    sample = embed(torch.arange(0, vocab_size, max(1, vocab_size // 64)))
-    bits = sample.detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16)
-    return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
-
-
 def save_head(path: Path, head: EagleHead, draft_to_target: Tensor) -> None:
-    """Write the weights in float16 and the map of draft ids [V_d] in int32."""
-    tensors = {name: value.detach().cpu().half() for name, value in head.named_parameters()}
-    tensors[_MAP_NAME] = draft_to_target.to("cpu", torch.int32)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        path,
-        metadata={_CONFIG_KEY: json.dumps(asdict(head.config))},
-    )
+    """Write weights and the map of draft ids [V_d]."""
+    save_weights(path, _FAMILY, head.config, head, draft_to_target)
 
 
 def load_head(path: Path, dtype: torch.dtype = torch.float32) -> tuple[EagleHead, Tensor]:
-    """Read a head, frozen, and its map of draft ids (int64 [V_d]).
-
-    Raises CheckpointError if ``path`` is missing, unreadable or not a head.
-    """
-    if not path.is_file():
-        raise CheckpointError(f"drafter weights {str(path)!r} not found; name an existing file")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            text = (file.metadata() or {}).get(_CONFIG_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if text is None:
-            raise CheckpointError(
-                f"{str(path)!r} has no {_CONFIG_KEY!r} metadata; use a file written by "
-                "benchmarks/train_drafter.py"
-            )
-        draft_to_target = tensors.pop(_MAP_NAME).long()
-        head = EagleHead(EagleHeadConfig(**json.loads(text)))
-        head.load_state_dict(tensors)
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"cannot read drafter weights {str(path)!r}: {reason}") from None
-    return head.to(dtype).requires_grad_(False).eval(), draft_to_target
+    """A head, frozen, and its map of draft ids (int64 [V_d]); raises as ``load_weights`` does."""
+    return load_weights(path, _FAMILY, lambda config: EagleHead(EagleHeadConfig(**config)), dtype)

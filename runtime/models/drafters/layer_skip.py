@@ -8,6 +8,7 @@ passes read; so the drafter never lags and has nothing to reset.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.models.batch import PackedBatch
 from trtllm_av.runtime.models.checkpoint import LoadedModel
-from trtllm_av.runtime.models.drafters.base import DraftContext
+from trtllm_av.runtime.models.drafters.base import DraftContext, NoConfidenceHead
 from trtllm_av.runtime.models.kv_cache import KVCache
 from trtllm_av.runtime.params import SpeculativeConfig
 
@@ -47,22 +48,18 @@ def kept_layers(num_layers: int, skip_layers: Sequence[int] | None) -> list[int]
     return kept
 
 
-class LayerSkipDrafter:
-    """See the module docstring; ``cache`` is the target's own."""
+class LayerSkip(NoConfidenceHead, ABC):
+    """See the module docstring; subclasses run the kept ``layers``."""
 
     name = "layer_skip"
     is_block = False
     reads_hidden = False
     draft_to_target: Tensor | None = None
 
-    def __init__(
-        self, target: LoadedModel, cache: KVCache, layers: Sequence[int], max_draft_len: int
-    ) -> None:
+    def __init__(self, layers: Sequence[int], max_draft_len: int) -> None:
         self.max_draft_len = max_draft_len
         self.layers = list(layers)
         self.cost_key = f"{self.name} {','.join(map(str, self.layers))}"
-        self._model = target.model
-        self._cache = cache
         self._slots = torch.empty(0, dtype=torch.int64)
         self._first_position = torch.empty(0, dtype=torch.int64)
 
@@ -90,6 +87,24 @@ class LayerSkipDrafter:
         batch = PackedBatch.pack(
             tokens, self._slots, self._first_position + position, torch.ones_like(self._slots)
         )
+        return self._forward(batch)
+
+    @abstractmethod
+    def _forward(self, batch: PackedBatch) -> Tensor:
+        """Logits [T, V] of the kept layers, which write into the target's cache."""
+
+
+class LayerSkipDrafter(LayerSkip):
+    """The family on a torch module; ``cache`` is the target's own."""
+
+    def __init__(
+        self, target: LoadedModel, cache: KVCache, layers: Sequence[int], max_draft_len: int
+    ) -> None:
+        super().__init__(layers, max_draft_len)
+        self._model = target.model
+        self._cache = cache
+
+    def _forward(self, batch: PackedBatch) -> Tensor:
         return self._model.forward(batch, self._cache, layers=self.layers).logits
 
 

@@ -46,6 +46,41 @@ class Requests:
         return DraftContext(torch.tensor(slots), lens, self._history)
 
 
+class ObservedRequests(Requests):
+    """Requests whose hidden states the drafter is shown, as the engine shows them."""
+
+    def __init__(
+        self, target: LoadedModel, drafter: Drafter, *, num_slots: int, max_len: int
+    ) -> None:
+        super().__init__(target, num_slots=num_slots, max_len=max_len)
+        self._drafter = drafter
+
+    def admit(self, slot: int, tokens: list[int]) -> None:
+        self.tokens[slot] = list(tokens)
+        half = len(tokens) // 2
+        for begin, end in ((0, half), (half, len(tokens) - 1)):  # a prompt in two chunks
+            batch = PackedBatch.from_lists([tokens[begin:end]], [slot], [begin])
+            hidden = self.target.model(batch, self.cache).hidden
+            self._drafter.observe(batch.slots, batch.kv_lens, batch.cu_seqlens, hidden)
+
+    def verify(
+        self, drafts: dict[int, list[int]], accepted: dict[int, int], next_token: int
+    ) -> None:
+        slots = list(drafts)
+        rows = [[self.tokens[slot][-1], *drafts[slot]] for slot in slots]
+        kv_lens = [len(self.tokens[slot]) - 1 for slot in slots]
+        batch = PackedBatch.from_lists(rows, slots, kv_lens)
+        hidden = self.target.model(batch, self.cache).hidden
+        kept = [
+            hidden[start : start + accepted[slot] + 1]
+            for start, slot in zip(batch.cu_seqlens.tolist(), slots, strict=False)
+        ]
+        bounds = torch.tensor([0, *(len(part) for part in kept)]).cumsum(0)
+        self._drafter.observe(batch.slots, batch.kv_lens, bounds, torch.cat(kept))
+        for slot in slots:
+            self.tokens[slot] += [*drafts[slot][: accepted[slot]], next_token]
+
+
 def draft(drafter: Drafter, context: DraftContext, tokens: Tensor) -> list[Tensor]:
     """Logits [R, V] of positions 0 … d−1, with ``tokens`` [R, d−1] as the drawn drafts."""
     logits = [drafter.start(context).clone()]

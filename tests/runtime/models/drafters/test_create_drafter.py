@@ -39,7 +39,7 @@ def test_methods(target: LoadedModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "medusa"}, "method='medusa' is unknown; choose one of draft_model, "),
+        ({"method": "medusa"}, "method='medusa' is unknown; choose one of dflash, draft_model, "),
         ({"method": "draft_model"}, "needs model"),
         ({"method": "draft_model", "model": "x", "skip_layers": [1]}, "skip_layers=[1]"),
         ({"method": "layer_skip", "model": "x"}, "model='x'"),
