@@ -236,6 +236,12 @@ def measure(shape: tuple[Any, ...], bandwidth: float) -> list[Row]:
             [partial(torch_trim_pack, a) for a in rounds],
         ),
         (
+            "trim_pack_ties",
+            trim_target,
+            [partial(trim_pack, a, torch.ones_like(a["confidence"])) for a in rounds],
+            [],
+        ),
+        (
             "labels",
             None,
             [partial(label, a, v) for a, v in zip(rounds, verify_lens, strict=True)],
@@ -292,13 +298,13 @@ def main() -> None:
         output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s")
     print(
-        f"{'op':<11}{'R':>5}{'K':>3}{'V':>8}{'us':>8}{'target':>8}{'share':>7}{'target':>7}{'torch us':>10}"
+        f"{'op':<15}{'R':>5}{'K':>3}{'V':>8}{'us':>8}{'target':>8}{'share':>7}{'target':>7}{'torch us':>10}"
     )
     for r in rows:
         cells = (r.us, r.target_us, r.bandwidth_share, r.target_share, r.torch_us)
         us, target, share, least, plain = ("-" if c is None else f"{c:.2f}" for c in cells)
         print(
-            f"{r.op:<11}{r.R:>5}{r.K:>3}{r.V:>8}{us:>8}{target:>8}{share:>7}{least:>7}{plain:>10}"
+            f"{r.op:<15}{r.R:>5}{r.K:>3}{r.V:>8}{us:>8}{target:>8}{share:>7}{least:>7}{plain:>10}"
         )
 
 

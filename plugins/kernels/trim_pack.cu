@@ -1,9 +1,9 @@
 // Which drafts are verified, and where each row of the next verify pass comes from: one block, one launch.
 //
-// One thread holds one request and its survivals, the left-to-right products of its confidences. The bits
-// of a survival, then of position and request counted down, are a key that orders all slots of the batch
-// without ties (survival descending, position ascending, request ascending). The best slots of the batch
-// are those from one key on, which is found ten bits at a time by counting.
+// One thread holds one request and its survivals, the left-to-right products of its confidences. The order
+// of slots is survival descending, position ascending, request ascending. The best slots of the batch are
+// those from one survival on, which is found ten bits at a time by counting; where that survival is shared
+// by more slots than the budget has left, these are ranked by position and request.
 //
 // Invariants: lengths are bit-equal to the NumPy definition for equal confidences; floors are admitted
 // first; what is admitted is a prefix of each draft; at most MAX_ROWS requests of MAX_POSITIONS drafts.
@@ -14,11 +14,9 @@
 constexpr int MAX_POSITIONS = 16;
 constexpr int STAGED_ROWS = 8;
 
-// A key: 30 bits of survival (a float in [0, 1]) in three digits, then 4 bits of position and 10 of
-// request in two more.
-constexpr int DIGIT_BITS = 10, DIGITS = 1 << DIGIT_BITS;
+// The bits of a survival, a float in [0, 1], are three digits.
+constexpr int DIGIT_BITS = 10, DIGITS = 1 << DIGIT_BITS, SURVIVAL_BITS = 30;
 constexpr unsigned DIGIT_MASK = DIGITS - 1;
-constexpr int POSITION_SHIFT = 10, REQUEST_REST = 4;
 constexpr int COUNTING_THREADS = DIGITS / 4;
 
 // Sum over the block of a value whose total fits its type; every thread gets it.
@@ -95,26 +93,72 @@ __device__ __forceinline__ Cut find_cut(unsigned* counts, int quota, unsigned* o
   return *found;
 }
 
-// The `quota` greatest keys of the block among each thread's `eligible` slots, as a mask of slots. `counts`
-// are 0 before and after, with a barrier since.
+// Whether all eligible slots of the block have the same survival; there is one at least.
+template <int POSITIONS>
+__device__ __forceinline__ bool are_equal(const unsigned (&survivals)[POSITIONS], unsigned eligible,
+                                          unsigned (*of_warp)[MAX_WARPS]) {
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  unsigned least = 0xFFFFFFFFu, greatest = 0;
+#pragma unroll
+  for (int i = 0; i < POSITIONS; ++i) {
+    if (!(eligible >> i & 1u)) continue;
+    least = min(least, survivals[i]);
+    greatest = max(greatest, survivals[i]);
+  }
+  least = __reduce_min_sync(WHOLE_WARP, least);
+  greatest = __reduce_max_sync(WHOLE_WARP, greatest);
+  if (lane == 0) {
+    of_warp[0][warp] = least;
+    of_warp[1][warp] = greatest;
+  }
+  __syncthreads();
+  const bool exists = lane < blockDim.x / WARP_SIZE;
+  return __reduce_min_sync(WHOLE_WARP, exists ? of_warp[0][lane] : 0xFFFFFFFFu) ==
+         __reduce_max_sync(WHOLE_WARP, exists ? of_warp[1][lane] : 0u);
+}
+
+// The `quota` first of equal slots, by position and then by request, as a mask of each thread's slots.
+template <int POSITIONS>
+__device__ __forceinline__ unsigned select_first(unsigned eligible, int quota,
+                                                 unsigned (*of_warp)[MAX_WARPS]) {
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+#pragma unroll
+  for (int i = 0; i < POSITIONS; ++i) {
+    const unsigned here = __ballot_sync(WHOLE_WARP, eligible >> i & 1u);
+    if (lane == 0) of_warp[i][warp] = __popc(here);
+  }
+  __syncthreads();
+  unsigned admitted = 0;
+  int before = 0;  // slots of lower positions
+#pragma unroll
+  for (int i = 0; i < POSITIONS; ++i) {
+    const unsigned here = __ballot_sync(WHOLE_WARP, eligible >> i & 1u);
+    const unsigned count = lane < blockDim.x / WARP_SIZE ? of_warp[i][lane] : 0u;
+    const int rank = before + __reduce_add_sync(WHOLE_WARP, lane < warp ? count : 0u) +
+                     __popc(here & (1u << lane) - 1);
+    if (rank < quota) admitted |= eligible & 1u << i;
+    before += __reduce_add_sync(WHOLE_WARP, count);
+  }
+  return admitted;
+}
+
+// The `quota` best of `candidates` eligible slots of the block, as a mask of each thread's slots. `counts` are
+// 0 before and after, with a barrier since.
 template <int POSITIONS>
 __device__ __forceinline__ unsigned select_greatest(const unsigned (&survivals)[POSITIONS],
-                                                    unsigned eligible, int quota, unsigned* counts,
-                                                    unsigned* of_warp, Cut* found) {
+                                                    unsigned eligible, int candidates, int quota,
+                                                    unsigned* counts, unsigned (*of_warp)[MAX_WARPS],
+                                                    Cut* found) {
   unsigned admitted = 0;
-  for (int turn = 0;; ++turn) {
-    const bool is_tie = turn >= 3;
-    const int shift = is_tie ? (turn == 3 ? REQUEST_REST : 0) : DIGIT_BITS * (2 - turn);
-    const unsigned mask = turn == 4 ? (1u << REQUEST_REST) - 1 : DIGIT_MASK;
+  for (int shift = SURVIVAL_BITS - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
     unsigned digits[POSITIONS];
 #pragma unroll
     for (int i = 0; i < POSITIONS; ++i) {
-      const unsigned order = (MAX_POSITIONS - 1 - i) << POSITION_SHIFT | (MAX_ROWS - 1 - threadIdx.x);
-      digits[i] = (is_tie ? order : survivals[i]) >> shift & mask;
+      digits[i] = survivals[i] >> shift & DIGIT_MASK;
       if (eligible >> i & 1u) atomicAdd(counts + digits[i], 1u);
     }
     __syncthreads();
-    const Cut cut = find_cut(counts, quota, of_warp, found);
+    const Cut cut = find_cut(counts, quota, of_warp[0], found);
 #pragma unroll
     for (int i = 0; i < POSITIONS; ++i) {
       const unsigned bit = eligible & 1u << i;
@@ -123,7 +167,12 @@ __device__ __forceinline__ unsigned select_greatest(const unsigned (&survivals)[
     }
     quota -= cut.above;
     if (quota == cut.at) return admitted | eligible;
+    // A digit that all candidates share suggests that they are equal, as saturated confidences are.
+    if (cut.at == candidates && are_equal(survivals, eligible, of_warp)) break;
+    candidates = cut.at;
   }
+  __syncthreads();  // all have read `of_warp`
+  return admitted | select_first<POSITIONS>(eligible, quota, of_warp);
 }
 
 template <int POSITIONS>
@@ -134,7 +183,7 @@ __device__ __forceinline__ void trim_pack(
     int* __restrict__ verify_lens, int* __restrict__ cu_seqlens, int* __restrict__ pack_index,
     int stride, int capacity, const Gather& gather) {
   __shared__ int starts[MAX_ROWS + 1], bases[MAX_ROWS], lengths_of_warp[MAX_WARPS];
-  __shared__ unsigned sums_of_warp[MAX_WARPS], counts[DIGITS];
+  __shared__ unsigned of_warp[MAX_POSITIONS][MAX_WARPS], counts[DIGITS];
   __shared__ Request requests[MAX_ROWS];
   __shared__ float staged[MAX_WARPS][STAGED_ROWS * MAX_POSITIONS];
   __shared__ unsigned char nonempty[MAX_WARPS][WARP_SIZE];
@@ -171,14 +220,15 @@ __device__ __forceinline__ void trim_pack(
   store_rows(p, rows, positions, survival, staged);
 
   const unsigned eligible = (1u << drafted) - (1u << floor);
-  const unsigned totals = block_sum(floor | drafted << 16, sums_of_warp);
+  const unsigned totals = block_sum(floor | drafted << 16, of_warp[0]);
   const int floors = totals & 0xFFFFu, drafts = totals >> 16;
   const int quota = min(max(budget, floors), drafts) - floors;
   unsigned admitted = 0;
   if (quota == drafts - floors)
     admitted = eligible;
   else if (quota > 0)
-    admitted = select_greatest(survivals, eligible, quota, counts, sums_of_warp, &found);
+    admitted =
+        select_greatest(survivals, eligible, drafts - floors, quota, counts, of_warp, &found);
   const int verified = floor + __popc(admitted);
 
   if (exists) {
