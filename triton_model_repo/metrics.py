@@ -85,6 +85,7 @@ def read_figures(engine: Engine) -> dict[tuple[str, str], float]:
             "mean_depth": report.mean_depth,
             "mean_verify_len": report.mean_verify_len,
             "expected_accepted": report.expected_accepted,
+            "checked_accepted": report.checked_accepted,
             "decode_seconds": report.decode_seconds,
             "prefill_seconds": report.prefill_seconds,
             "fallbacks": sum(report.fallbacks.values()),

@@ -37,7 +37,7 @@ REFUSED = {
 USED = {
     "gpt_model_path", "exclude_input_in_output", "max_beam_width", "max_queue_size", "tokenizer_dir",
     "av_mode", "av_speculative_config", "av_config_path", "av_max_batch_size", "av_max_seq_len",
-    "av_cost_table", "FORCE_CPU_ONLY_INPUT_TENSORS",
+    "av_cost_table", "av_device", "FORCE_CPU_ONLY_INPUT_TENSORS",
 }  # fmt: skip
 
 
@@ -94,21 +94,24 @@ class Parameters:
         mode = self.get("av_mode", str)
         if mode is None:
             return config
-        return SpeculativeConfig.from_json(json.dumps(config.model_dump() | {"av_mode": mode}))
+        return SpeculativeConfig.from_json(
+            json.dumps(config.model_dump(exclude_unset=True) | {"av_mode": mode})
+        )
 
     def load_engine(self) -> Engine:
         """The engine of this model; raises what ``runtime.loading.load_engine`` raises."""
         model = self.get("gpt_model_path", str)
         if model is None:
-            raise UsageError("parameter gpt_model_path is empty; name a model folder or smollm2")
-        slots = self.get("av_max_batch_size", int, 8)
-        assert slots is not None
+            raise UsageError(
+                "parameter gpt_model_path is empty; name an engine, a model folder or smollm2"
+            )
         engine = load_engine(
             model,
             self.speculative_config(),
-            max_batch_size=slots,
+            max_batch_size=self.get("av_max_batch_size", int),
             max_seq_len=self.get("av_max_seq_len", int),
             cost_table=self.get("av_cost_table", str),
+            device=self.get("av_device", str) or "cpu",
         )
         if engine.tokenizer is None and (folder := self.get("tokenizer_dir", str)) is not None:
             engine.tokenizer = load_tokenizer(folder)

@@ -16,6 +16,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from trtllm_av.runtime.engines.engine_directory import is_engine
 from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
 from trtllm_av.runtime.models import smollm2
 from trtllm_av.runtime.params import AvMode, SpeculativeConfig
@@ -32,8 +33,12 @@ class _Stopped(BaseException):
 @app.command()
 def serve(
     model: Annotated[
-        str, typer.Option(help="smollm2, or a local Hugging Face directory (Llama family).")
-    ],
+        str | None, typer.Option(help="smollm2, or a local Hugging Face directory (Llama family).")
+    ] = None,
+    engine_dir: Annotated[
+        str | None, typer.Option(help="Instead of --model: what trtllm-av-build wrote.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where --model runs: cpu, cuda or cuda:N.")] = "cpu",
     layout: Annotated[
         str,
         typer.Option(help="ensemble: TensorRT-LLM's models; llm: one model, text in and text out."),
@@ -48,7 +53,10 @@ def serve(
     cost_table: Annotated[
         Path | None, typer.Option(help="Measured step costs; default: measure at start.")
     ] = None,
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at once.")] = 8,
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests decoded at once; default: 8, or what an engine has."),
+    ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(min=2, help="Prompt and output tokens of a request together.")
     ] = None,
@@ -69,18 +77,17 @@ def serve(
     if len({http_port, grpc_port, metrics_port}) < 3:
         raise UsageError("--http-port, --grpc-port and --metrics-port must differ; change one")
     SpeculativeConfig.from_json(speculative_config or "{}")
-    folder = smollm2.converted_folder() if model == smollm2.NAME else Path(model)
-    if not folder.is_dir():
-        raise UsageError(
-            f"--model={model!r} is no folder; give smollm2 or a Hugging Face directory"
-        )
+    folder = _find_folder(model, engine_dir)
+    if engine_dir is not None and device != "cpu":
+        raise UsageError(f"--device={device!r}: an engine names its own device; leave it out")
     values = {
         "engine_dir": str(folder.resolve()),
-        "tokenizer_dir": str(folder.resolve()),
+        "tokenizer_dir": str((folder if engine_dir is None else folder / "tokenizer").resolve()),
         "av_speculative_config": speculative_config or "",
         "av_mode": av_mode or "",
         "av_cost_table": "" if cost_table is None else str(cost_table.resolve()),
-        "av_max_batch_size": str(max_batch_size),
+        "av_device": device,
+        "av_max_batch_size": "" if max_batch_size is None else str(max_batch_size),
         "av_max_seq_len": "" if max_seq_len is None else str(max_seq_len),
         "max_queue_size": str(max_queue_size),
     }
@@ -117,6 +124,25 @@ def _stop(_: int, __: object) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # one is enough: the clean-up is on its way
     raise _Stopped
+
+
+def _find_folder(model: str | None, engine_dir: str | None) -> Path:
+    """The folder of the checkpoint or of the engine; exactly one of them is named."""
+    if (model is None) == (engine_dir is None):
+        raise UsageError("name what to serve: either --model or --engine-dir")
+    if engine_dir is not None:
+        if not is_engine(Path(engine_dir)):
+            raise UsageError(
+                f"--engine-dir={engine_dir!r} holds no engine; build one with trtllm-av-build"
+            )
+        return Path(engine_dir)
+    assert model is not None
+    folder = smollm2.converted_folder() if model == smollm2.NAME else Path(model)
+    if not folder.is_dir():
+        raise UsageError(
+            f"--model={model!r} is no folder; give smollm2 or a Hugging Face directory"
+        )
+    return folder
 
 
 def _check_layout(layout: str) -> Layout:

@@ -98,11 +98,12 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def serve(model: str | Path, log: Path, *arguments: str) -> Iterator[Server]:
-    """``trtllm-av-serve`` until the end of the block."""
+def serve(model: str | Path | None, log: Path, *arguments: str) -> Iterator[Server]:
+    """``trtllm-av-serve`` until the end of the block; None: the arguments say what it serves."""
+    what = [] if model is None else ["--model", str(model)]
     ports = free_ports(3)
     command = [
-        sys.executable, "-m", "trtllm_av.triton_model_repo.serve", "--json", "--model", str(model),
+        sys.executable, "-m", "trtllm_av.triton_model_repo.serve", "--json", *what,
         "--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--metrics-port", str(ports[2]),
         "--start-timeout", str(START_SECONDS), *arguments,
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,34 @@ def test_sampled_tokens_and_log_probs_are_the_python_apis(
     logprobs = np.concatenate([part.as_numpy("output_log_probs").reshape(-1) for part in parts])
     np.testing.assert_allclose(logprobs, expected.logprobs, atol=2e-4)
     assert whole.as_numpy("cum_log_probs")[0, 0] == pytest.approx(sum(expected.logprobs), abs=2e-3)
+
+
+def test_sampled_streams_beside_each_other_are_the_python_apis(
+    ensemble_server: Server, llm: LLM
+) -> None:
+    """Guards against seeds that reach another request once several run at a time."""
+    prompts = [llm.tokenizer.encode(f"prompt {n}") for n in range(8)]
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=n, ignore_eos=True)
+        for n in range(8)
+    ]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    tokens: dict[str, list[int]] = defaultdict(list)
+    with Streams(ensemble_server) as streams:
+        for n, prompt in enumerate(prompts):
+            fields = token_fields(
+                prompt, 24, temperature=0.9, runtime_top_p=0.95, seed=n, end_id=-1,
+                streaming=True, exclude_input_in_output=True,
+            )  # fmt: skip
+            streams.send("tensorrt_llm", fields, request_id=str(n))
+        num_open = 8
+        while num_open:
+            result, is_last = streams.next()
+            num_open -= is_last
+            tokens[result.get_response().id] += tokens_of(
+                [result] if result.get_response().outputs else []
+            )
+    assert [tokens[str(n)] for n in range(8)] == expected
 
 
 def test_output_ids_hold_the_input_unless_excluded(streams: Streams, llm: LLM) -> None:

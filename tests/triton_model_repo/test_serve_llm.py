@@ -196,6 +196,30 @@ def test_smollm2_streams_what_the_python_api_says(tmp_path: Path) -> None:
     assert sampled["text_output"] == drawn.outputs[0].text
 
 
+def test_a_built_engine_is_served(tmp_path: Path) -> None:
+    """Guards against a server that takes checkpoints only, and a built engine that decodes differently."""
+    pytest.importorskip("onnxruntime", reason="needs the `onnx` extra")
+    from tests.builder.tiny_target import save_random_head, save_target
+
+    target = save_target(tmp_path / "target")
+    head = save_random_head(tmp_path / "head.safetensors", target)
+    engine = tmp_path / "engine"
+    command = [
+        sys.executable, "-m", "trtllm_av.builder.cli", "--model_dir", str(target),
+        "--output_dir", str(engine), "--backend", "onnx", "--speculative_model", str(head),
+        "--max_draft_len", "3", "--max_batch_size", "4", "--max_seq_len", "96",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    [expected] = LLM(target, {"av_mode": "off"}).generate(
+        "abc", SamplingParams(max_tokens=24, temperature=0.0)
+    )
+    arguments = ["--layout", "llm", "--av-mode", "fixed", "--engine-dir", str(engine)]
+    with serve(None, tmp_path / "log", *arguments) as server:
+        result = server.generate("llm", text_input="abc", max_tokens=24)
+    assert result["text_output"] == expected.outputs[0].text
+    assert result["total_draft_tokens"] > 0
+
+
 def test_stop_ends_requests_and_leaves_nothing_behind(tiny_folder: Path, tmp_path: Path) -> None:
     """Guards against orphaned stubs and shared memory, and against a stop that waits for ever."""
     with serve(tiny_folder, tmp_path / "log", "--layout", "llm", "--av-mode", "off") as server:
@@ -232,6 +256,9 @@ def test_killed_stub_refuses_requests_until_the_model_is_reloaded(
     ("arguments", "message"),
     [
         (["--model", "no/such/folder"], "--model='no/such/folder' is no folder"),
+        ([], "either --model or --engine-dir"),
+        (["--model", ".", "--engine-dir", "."], "either --model or --engine-dir"),
+        (["--engine-dir", "."], "--engine-dir='.' holds no engine"),
         (["--model", ".", "--layout", "x"], "choose one of ensemble, llm"),
         (["--model", ".", "--http-port", "8001"], "must differ"),
         (["--model", ".", "--speculative-config", '{"methd": 1}'], "unknown key 'methd'"),
