@@ -49,18 +49,26 @@ class Kernel:
         self._driver = nvrtc.cuda_bindings("driver")
 
     def launch(
-        self, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[_Argument]
+        self,
+        grid: tuple[int, int, int],
+        num_threads: int,
+        arguments: Sequence[_Argument],
+        stream: int | None = None,
     ) -> None:
-        """Enqueue the kernel with ``arguments`` by value, in the order of its parameters."""
+        """Enqueue the kernel with ``arguments`` by value, in the order of its parameters.
+
+        ``stream`` is a CUstream's address; None means torch's current one.
+        """
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if stream is None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
         call = (self._function, *grid, num_threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
         with torch.cuda.device(self._device):
             (status,) = self._driver.cuLaunchKernel(*call)
             if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
                 _make_current(self._driver, self._device)  # this thread's first use of the device
                 (status,) = self._driver.cuLaunchKernel(*call)
-        _check(self._driver, status, f"kernel {self.name} on cuda:{self._device}")
+        check(self._driver, status, f"kernel {self.name} on cuda:{self._device}")
 
 
 @functools.cache
@@ -75,13 +83,13 @@ def kernels(source: str, device: int) -> dict[str, Kernel]:
     cubin = nvrtc.load_cubin(source, architecture(device))
     _make_current(driver, device)
     status, library = driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
-    _check(driver, status, what)
+    check(driver, status, what)
     loaded = {}
     for name in nvrtc.SOURCES[source]:
         status, handle = driver.cuLibraryGetKernel(library, name.encode())
-        _check(driver, status, what)
+        check(driver, status, what)
         status, function = driver.cuKernelGetFunction(handle)
-        _check(driver, status, what)
+        check(driver, status, what)
         loaded[name] = Kernel(name, function, device)
     return loaded
 
@@ -116,14 +124,15 @@ def _make_current(driver: Any, device: int) -> None:
     """Bind the calling thread to the context of ``device`` that torch uses."""
     torch.cuda.init()
     status, handle = driver.cuDeviceGet(device)
-    _check(driver, status, f"opening cuda:{device}")
+    check(driver, status, f"opening cuda:{device}")
     status, context = driver.cuDevicePrimaryCtxRetain(handle)
-    _check(driver, status, f"opening cuda:{device}")
+    check(driver, status, f"opening cuda:{device}")
     (status,) = driver.cuCtxSetCurrent(context)
-    _check(driver, status, f"opening cuda:{device}")
+    check(driver, status, f"opening cuda:{device}")
 
 
-def _check(driver: Any, status: Any, what: str) -> None:
+def check(driver: Any, status: Any, what: str) -> None:
+    """Raise DeviceError if the driver's ``status`` is no success; ``what`` was tried."""
     if int(status):
         _, text = driver.cuGetErrorString(status)
         reason = text.decode() if isinstance(text, bytes) else "no description"

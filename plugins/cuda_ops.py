@@ -4,7 +4,9 @@ Importing needs neither a GPU nor cuda-python: both are asked for by the first c
 Arguments and results are those of the CPU implementations in float32 arithmetic. What cannot be seen
 without reading the device is not checked; the implementations say what happens instead.
 
-Invariants: one launch an operator; no synchronisation; after an operator's first call nothing but its
+``law_features`` alone has no kernel: its torch calls run here as they do on the CPU.
+
+Invariants: one launch an operator that has a kernel; no synchronisation; after an operator's first call nothing but its
 results and O(R·K) scratch is allocated, from torch's caching allocator.
 """
 
@@ -12,11 +14,12 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_av.plugins import cuda_score, cuda_training, cuda_trim
+from trtllm_av.plugins import cpu_score, cuda_score, cuda_training, cuda_trim
 
 IMPLEMENTATIONS = (
     cuda_score.score_drafts,
     cuda_score.score_features,
+    cpu_score.law_features,
     cuda_trim.trim_drafts,
     cuda_trim.pack_drafts,
     cuda_trim.trim_and_pack,

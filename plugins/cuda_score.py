@@ -18,15 +18,15 @@ from trtllm_av.plugins.reference import check_vocabulary
 from trtllm_av.runtime.errors import UsageError
 
 #: Of score.cu: threads, 16-byte loads of each at once, and blocks that one multiprocessor holds.
-_THREADS = 256
+THREADS = 256
 _UNROLL = 4
-_RESIDENT_BLOCKS = 5
-_MAX_SPLITS = 32
-_VECTOR_BYTES = 16
+RESIDENT_BLOCKS = 5
+MAX_SPLITS = 32
+VECTOR_BYTES = 16
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
     """``Shape`` of score.cu."""
 
     _fields_ = (
@@ -41,11 +41,16 @@ class _Shape(ctypes.Structure):
 
 
 def num_splits(num_rows: int, num_vectors: int, device: int) -> int:
-    """Blocks that share one row of 16-byte vectors: as many as the GPU holds at once, all loads in use."""
+    """Blocks that share one row of 16-byte vectors on ``device``."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    most = max(1, min(_RESIDENT_BLOCKS * processors // num_rows, _MAX_SPLITS))
-    turns = max(1, -(-num_vectors // (most * _THREADS * _UNROLL)))
-    return max(1, -(-num_vectors // (turns * _THREADS * _UNROLL)))
+    return splits_of_row(num_rows, num_vectors, processors)
+
+
+def splits_of_row(num_rows: int, num_vectors: int, num_processors: int) -> int:
+    """Blocks that share one row: as many as the GPU holds at once, all loads of each in use."""
+    most = max(1, min(RESIDENT_BLOCKS * num_processors // num_rows, MAX_SPLITS))
+    turns = max(1, -(-num_vectors // (most * THREADS * _UNROLL)))
+    return max(1, -(-num_vectors // (turns * THREADS * _UNROLL)))
 
 
 def score_drafts(
@@ -87,12 +92,12 @@ def score_drafts(
         )
     if confidence.numel() == 0:
         return features, confidence
-    vectors = vocab_size * draft_logits.element_size() // _VECTOR_BYTES
+    vectors = vocab_size * draft_logits.element_size() // VECTOR_BYTES
     splits = num_splits(rows * columns, vectors, device)
     words = mailboxes(rows * columns, splits, device)
     temperature, coefficients = floats(temperature), floats(coefficients)
     draft_lens = None if draft_lens is None else draft_lens.contiguous()
-    shape = _Shape(
+    shape = Shape(
         draft_logits.stride(0),
         draft_logits.stride(1),
         0 if allowed_mask is None else allowed_mask.stride(0),
@@ -104,7 +109,7 @@ def score_drafts(
     masked = "" if allowed_mask is None else "masked_"
     kernels("score", device)[f"score_{masked}{_FORMATS[draft_logits.dtype]}"].launch(
         (splits, columns, rows),
-        _THREADS,
+        THREADS,
         (
             pointer(draft_logits),
             shape,
@@ -132,8 +137,8 @@ def score_features(features: Tensor, coefficients: Tensor, position: Tensor) -> 
         return confidence
     features, coefficients = floats(features), floats(coefficients)
     kernels("score", device)["score_features"].launch(
-        (-(-slots // _THREADS), 1, 1),
-        _THREADS,
+        (-(-slots // THREADS), 1, 1),
+        THREADS,
         (
             pointer(features),
             pointer(coefficients),

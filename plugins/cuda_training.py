@@ -63,8 +63,13 @@ def label_drafts(
 
 
 def accumulate_statistics(features: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
-    """As ``cpu_training.accumulate_statistics``, summed in another fixed order."""
+    """As ``cpu_training.accumulate_statistics`` for one feature, summed in another fixed order."""
     device = common_device(features=features, labels=labels, coefficients=coefficients)
+    if features.shape[2] != 1:
+        raise UsageError(
+            f"features has {features.shape[2]} values a draft, and the CUDA kernel sums one; leave "
+            "extra_features out, or sum on the CPU"
+        )
     statistics = torch_ops._accumulate_statistics_shapes(features, labels, coefficients)
     rows, positions = labels.shape
     if positions == 0:

@@ -22,7 +22,7 @@ _MIN_THREADS = 256
 _WARP = 32
 
 
-class _Gather(ctypes.Structure):
+class Gather(ctypes.Structure):
     """``Gather`` of trim_pack.cu; all zero gathers nothing."""
 
     _fields_ = (
@@ -52,7 +52,7 @@ def trim_drafts(
         confidence, draft_lens, base_lens, min_verify_lens, draft_budget
     )
     inputs = (confidence, draft_lens, base_lens, min_verify_lens, draft_budget)
-    _launch(inputs, trimmed, None, 0, _Gather())
+    _launch(inputs, trimmed, None, 0, Gather())
     return trimmed
 
 
@@ -100,7 +100,7 @@ def trim_and_pack(
             f"draft_tokens has strides {draft_tokens.stride()}; one request's must be contiguous"
         )
     sources = [tensor.contiguous() for tensor in (last_tokens, kv_lens, slots)]
-    gather = _Gather(
+    gather = Gather(
         sources[0].data_ptr(),
         draft_tokens.data_ptr(),
         sources[1].data_ptr(),
@@ -126,7 +126,7 @@ def pack_drafts(base_lens: Tensor, verify_lens: Tensor, *, stride: int, capacity
     base_lens, verify_lens = base_lens.contiguous(), verify_lens.contiguous()
     kernels("trim_pack", device)["pack_lengths"].launch(
         (1, 1, 1),
-        _num_threads(rows),
+        num_threads(rows),
         (
             pointer(base_lens),
             pointer(verify_lens),
@@ -144,7 +144,7 @@ def _launch(
     trimmed: tuple[Tensor, Tensor, Tensor],
     pack_index: Tensor | None,
     stride: int,
-    gather: _Gather,
+    gather: Gather,
 ) -> None:
     """Trim ``inputs`` (arguments of ``trim_drafts``) and pack if there is a ``pack_index``."""
     names = ("confidence", "draft_lens", "base_lens", "min_verify_lens", "draft_budget")
@@ -153,10 +153,9 @@ def _launch(
     if positions > MAX_POSITIONS:
         raise UsageError(f"{positions} draft positions exceed {MAX_POSITIONS}, the most on CUDA")
     arguments = [floats(inputs[0]), *(tensor.contiguous() for tensor in inputs[1:])]
-    unrolled = next(size for size in (4, 8, 16) if positions <= size)
-    kernels("trim_pack", device)[f"trim_pack_{unrolled}"].launch(
+    kernels("trim_pack", device)[kernel_name(positions)].launch(
         (1, 1, 1),
-        _num_threads(rows),
+        num_threads(rows),
         (
             *map(pointer, arguments),
             c_int(rows),
@@ -170,7 +169,12 @@ def _launch(
     )
 
 
-def _num_threads(rows: int) -> int:
+def kernel_name(positions: int) -> str:
+    """The kernel whose loops are unrolled for so many positions."""
+    return f"trim_pack_{next(size for size in (4, 8, 16) if positions <= size)}"
+
+
+def num_threads(rows: int) -> int:
     """A thread a request, in whole warps; UsageError for more requests than one block holds."""
     if rows > MAX_ROWS:
         raise UsageError(f"{rows} requests exceed {MAX_ROWS}, the most of one batch on CUDA")

@@ -35,9 +35,11 @@ SOURCES = {
     ),
     "trim_pack": ("trim_pack_4", "trim_pack_8", "trim_pack_16", "pack_lengths"),
     "training": ("label_drafts", "accumulate_statistics", "overlap_mass"),
+    "tree_score": ("tree_nodes", "score_level_bf16", "score_level_f16", "score_level_f32"),
+    "tree_trim": ("read_control", "tree_keys", "tree_trim"),
 }
 _FOLDER = Path(__file__).with_name("kernels")
-_HEADERS = ("intrinsics.cuh", "pack.cuh")
+_HEADERS = ("intrinsics.cuh", "pack.cuh", "tree.cuh")
 #: NVRTC's own cache is off: what it serves comes without the compiler's report.
 _OPTIONS = ("--std=c++17", "--no-cache")
 _INSTALL = "install it with `pip install 'trtllm-adaptive-verification[cuda]'`"

@@ -19,7 +19,7 @@ from trtllm_av.plugins import onnx_functions, reference
 onnx = pytest.importorskip("onnx", reason="needs the `onnx` extra")
 ort = pytest.importorskip("onnxruntime", reason="needs the `onnx` extra")
 
-FLOAT, INT32 = 1, 6  # onnx.TensorProto
+FLOAT, INT32, BOOL = 1, 6, 9  # onnx.TensorProto
 K = 5
 EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -62,15 +62,28 @@ def trim_session(num_positions: int) -> Any:
             *((name, INT32, ["R"]) for name in names),
             ("draft_budget", INT32, [1]),
         ],
-        [("survival", FLOAT, 2), ("verify_lens", INT32, 1), ("cu_seqlens", INT32, 1)],
+        [
+            ("survival", FLOAT, 2),
+            ("verify_lens", INT32, 1),
+            ("cu_seqlens", INT32, 1),
+            ("pack_index", INT32, 1),
+        ],
     )
 
 
 def assert_trims_alike(case: Round) -> None:
     names = ("confidence", "draft_lens", "base_lens", "min_verify_lens", "draft_budget")
     session = trim_session(case.confidence.shape[1])
-    found = session.run(None, dict(zip(names, case.arguments, strict=True)))
-    for ours, theirs in zip(found, reference.trim_drafts(*case.arguments), strict=True):
+    *found, pack_index = session.run(None, dict(zip(names, case.arguments, strict=True)))
+    expected = reference.trim_drafts(*case.arguments)
+    stride = case.confidence.shape[1] + 1
+    assert pack_index.shape == (case.confidence.shape[0] * stride,)
+    if case.base_lens.max(initial=0) <= 1:  # what it is defined for
+        packed = reference.pack_drafts(
+            case.base_lens, expected[1], stride=stride, capacity=pack_index.size
+        )
+        assert pack_index.dtype == packed.dtype and pack_index.tobytes() == packed.tobytes()
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert ours.tobytes() == theirs.tobytes()
 
@@ -92,16 +105,26 @@ def test_trim_of_the_largest_batch() -> None:
     assert_trims_alike(Round(confidence, 7 * ones, ones, 0 * ones, 1234))
 
 
+def test_pack_index_skips_dead_rows() -> None:
+    """Guards against: packed rows of a verify pass that are read from a request that is not there."""
+    confidence = np.full((4, K), 0.9, np.float32)
+    lens = np.int32([K, K, 2, 0])
+    assert_trims_alike(Round(confidence, lens, np.int32([1, 0, 1, 1]), 0 * lens, 6))
+    assert_trims_alike(Round(confidence, lens, np.int32([0, 0, 0, 0]), 0 * lens, 6))
+
+
 @cache
-def score_session(vocab_size: int, num_columns: int) -> Any:
+def score_session(vocab_size: int, num_columns: int, has_mask: bool = False) -> Any:
+    mask = [("allowed_mask", BOOL, ["R", num_columns])] if has_mask else []
     return open_function(
-        onnx_functions.score_drafts_function(),
+        onnx_functions.score_drafts_function(has_allowed_mask=has_mask),
         [
             ("draft_logits", FLOAT, ["R", "P", num_columns]),
             ("temperature", FLOAT, ["R"]),
             ("coefficients", FLOAT, [1 + K]),
             ("position", INT32, [1]),
             ("draft_lens", INT32, ["R"]),
+            *mask,
         ],
         [("features", FLOAT, 3), ("confidence", FLOAT, 2)],
         vocab_size=vocab_size,
@@ -117,6 +140,7 @@ def score_both(
     position: int = 0,
     lens: Any = None,
     vocab_size: int = 0,
+    mask: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features and confidence of the function, after they were compared with the definition."""
     rows, _, columns = logits.shape
@@ -128,7 +152,9 @@ def score_both(
         "position": np.array([position], np.int32),
         "draft_lens": np.broadcast_to(np.int32(K if lens is None else lens), rows).copy(),
     }
-    found = score_session(vocab_size, columns).run(None, arguments)
+    if mask is not None:
+        arguments["allowed_mask"] = mask
+    found = score_session(vocab_size, columns, mask is not None).run(None, arguments)
     expected = reference.score_drafts(**arguments, vocab_size=vocab_size)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-3, rtol=0)
@@ -145,15 +171,22 @@ def score_both(
     temperature=st.floats(0, 4, width=32) | st.just(math.nan),
     position=st.integers(0, 2),
     lens=st.integers(0, K),
+    mask=st.none() | st.integers(0, 2**24 - 1),
 )
 @EXAMPLES
 def test_score_equals_the_definition(
-    logits: np.ndarray, temperature: float, position: int, lens: int
+    logits: np.ndarray, temperature: float, position: int, lens: int, mask: int | None
 ) -> None:
-    """Guards against: a score that is poisoned by NaN rows, reads padding, or takes another position's
-    intercept inside an engine only."""
+    """Guards against: a score that is poisoned by NaN rows, reads padding, counts forbidden tokens, or
+    takes another position's intercept inside an engine only."""
+    bits = None if mask is None else np.array([mask >> i & 1 for i in range(24)], bool)
     features, confidence = score_both(
-        logits, temperature, position=position, lens=lens, vocab_size=5
+        logits,
+        temperature,
+        position=position,
+        lens=lens,
+        vocab_size=5,
+        mask=None if bits is None else bits.reshape(4, 6)[: len(logits)],
     )
     assert np.isfinite(features).all() and np.isfinite(confidence).all()
 

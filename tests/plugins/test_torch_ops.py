@@ -34,6 +34,7 @@ def arguments(
             {"vocab_size": V - 1, "draft_lens": lens},
         ),
         "score_features": ((confidence[..., None], coefficients, int32(0)), {}),
+        "law_features": ((logits, torch.ones(R)), {"vocab_size": V - 1}),
         "trim_drafts": ((confidence, lens, int32(1, 1, 1), int32(0, 0, 1), int32(3)), {}),
         "pack_drafts": ((int32(1, 1, 1), int32(2, 0, 1)), {"stride": 3, "capacity": 8}),
         "label_drafts": (  # every position labelled: opcheck takes NaN for a difference
@@ -47,7 +48,11 @@ def arguments(
             {"num_positions": K},
         ),
         "accumulate_statistics": (
-            (confidence[..., None], confidence.round(), coefficients),
+            (
+                confidence[..., None].expand(-1, -1, 2).clone(),
+                confidence.round(),
+                torch.cat([coefficients[:1], coefficients]),
+            ),
             {},
         ),
     }
@@ -79,7 +84,7 @@ def test_compiled_graphs_do_not_break(name: str) -> None:
     torch.testing.assert_close(compiled, eager, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["score_drafts", "score_features", "trim_drafts"])
+@pytest.mark.parametrize("name", ["score_drafts", "score_features", "law_features", "trim_drafts"])
 def test_no_decision_sees_a_drawn_token(name: str) -> None:
     """Guards against: a score of the drawn token or a trim by what a draft is, both of which change the
     law of the emitted tokens."""
@@ -104,7 +109,7 @@ def test_no_decision_sees_a_drawn_token(name: str) -> None:
         ("trim_drafts", 4, torch.tensor([3]), r"draft_budget is torch.int64; pass torch.int32"),
         ("pack_drafts", 1, int32(2), r"verify_lens has shape \(1,\); pass \(3,\)"),
         ("label_drafts", 3, int32(2), r"trainable_lens has shape \(1,\); pass \(3,\)"),
-        ("accumulate_statistics", 2, torch.ones(5), r"coefficients has shape \(5,\); pass \(3,\)"),
+        ("accumulate_statistics", 2, torch.ones(5), r"coefficients has shape \(5,\); pass \(4,\)"),
     ],
 )
 def test_a_misread_argument_is_refused(name: str, index: int, wrong: Tensor, message: str) -> None:

@@ -195,3 +195,17 @@ def test_no_requests_give_zero_statistics() -> None:
     """Guards against: a drained batch that raises."""
     empty = torch_ops.accumulate_statistics(torch.zeros(0, 3, 1), torch.zeros(0, 3), torch.zeros(4))
     assert empty.tolist() == [[0.0] * 6] * 3
+
+
+@pytest.mark.parametrize("num_features", [2, 3])
+def test_statistics_of_several_features_match_the_reference(num_features: int) -> None:
+    """Guards against a column of another feature, and against a slot where one of them is no number."""
+    rng = np.random.default_rng(5)
+    features = rng.normal(2.0, 2.0, (20, 4, num_features)).astype(np.float32)
+    labels = rng.integers(0, 2, (20, 4)).astype(np.float32)
+    features[3, 1, -1], features[4, 2, 0], labels[5, 0] = np.nan, np.inf, np.nan
+    coefficients = rng.normal(0.0, 0.5, num_features + 4).astype(np.float32)
+    arrays = [features, labels, coefficients]
+    found = torch_ops.accumulate_statistics(*map(torch.from_numpy, arrays)).numpy()
+    np.testing.assert_allclose(found, reference.accumulate_statistics(*arrays), rtol=1e-12)
+    assert found[:, -1].tolist() == [19, 19, 19, 20]
