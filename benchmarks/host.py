@@ -1,8 +1,9 @@
 """Time of the host's share of a round, on one core: no model, the operations in isolation.
 
 ``budget``: B at one depth. ``decide``: depth and budget together (0, d and one neighbour). ``trim``: the
-operator. ``observe``: labels, statistics, estimator and the check of the promised acceptance. ``round``: all
-that adaptive verification adds to a round — plan, trim and ``observe`` of the product's own controller.
+operator. ``observe``: labels, statistics, estimator and the check of the promised acceptance. ``count``: the
+counters of a round. ``round``: all that adaptive verification adds to a round — plan, trim, ``observe`` of
+the product's own controller, and the counters.
 
 ``python -m benchmarks.host [--json]`` prints a row per op, R and K in µs of this thread's processor time, so
 that other work on the machine does not count as ours: the least of several medians. A sample is the mean
@@ -31,6 +32,8 @@ from trtllm_av.runtime.cost_model import CostModel
 from trtllm_av.runtime.depth import Decision, DepthController
 from trtllm_av.runtime.estimator import AcceptanceEstimator
 from trtllm_av.runtime.feedback import RoundFeedback
+from trtllm_av.runtime.observability import EngineObserver
+from trtllm_av.runtime.operations import TorchOperations
 from trtllm_av.runtime.sampling import Distribution
 from trtllm_av.runtime.step import Drafts, Round, RoundOutcome
 
@@ -150,15 +153,17 @@ class HostRound:
 
 
 class ControlledRound:
-    """All that adaptive verification adds to a round, as the product does it: plan, trim, observe."""
+    """All that adaptive verification adds to a round, as the product does it: plan, trim, observe, count."""
 
     def __init__(self, num_requests: int, num_positions: int) -> None:
         state = HostRound(num_requests, num_positions)
         self.controller = AdaptiveController(
             "adaptive", num_positions, num_requests, state.cost_model
         )
+        self.observer = EngineObserver(self.controller, num_requests)
         # The trim reads neither executor nor source.
         self.round = Round.__new__(Round)
+        self.round.operations = TorchOperations()
         self.slots = state.slots
         self.limits = state.limits.tolist()
         self.is_adaptive = [True] * num_requests
@@ -180,8 +185,12 @@ class ControlledRound:
         trim = self.round.trim(plan, self.drafts)
         accepted_lens = torch.minimum(self.reach, trim.verify_lens)
         acceptance = Acceptance(accepted_lens, self.next_tokens, self.overlap)
-        outcome = RoundOutcome(self.drafts, trim, acceptance, [], [])
-        self.controller.observe(self.slots, plan, outcome, self.trainable_lens)
+        self.plan, self.outcome = plan, RoundOutcome(self.drafts, trim, acceptance, [], [])
+        self.controller.observe(self.slots, plan, self.outcome, self.trainable_lens)
+        self.count()
+
+    def count(self) -> None:
+        self.observer.count(self.plan, self.outcome, 1e-3, self.slots.size)
 
 
 def measure(requests: tuple[int, ...] = REQUESTS, num_positions: int = POSITIONS) -> list[Row]:
@@ -189,12 +198,15 @@ def measure(requests: tuple[int, ...] = REQUESTS, num_positions: int = POSITIONS
     rows = []
     for num_requests in requests:
         state = HostRound(num_requests, num_positions)
+        controlled = ControlledRound(num_requests, num_positions)
+        controlled()
         ops: dict[str, Callable[[], Any]] = {
             "budget": state.budget,
             "decide": state.decide,
             "trim": state.trim,
             "observe": state.observe,
-            "round": ControlledRound(num_requests, num_positions),
+            "count": controlled.count,
+            "round": controlled,
         }
         for name, run in ops.items():
             rows.append(Row(name, num_requests, num_positions, round(time_us(run), 1)))

@@ -185,7 +185,10 @@ def write_block(name: str, stop: Any, count: Any) -> None:
 
 
 def check_control_block(name: str, num_replays: int) -> dict[str, Any]:
-    """Replays while another process changes the block: what each replay used, from a log on the device."""
+    """Replays while another process changes the block: what each replay used, from a log on the device.
+
+    AssertionError if one used parts of two writes, or a write of its own round.
+    """
     block = process_block()
     inputs = plugin_checks.tree_inputs(64, 5, 5, 1)
     outputs = plugin_checks.empty_outputs("TrimTree", inputs)
@@ -228,7 +231,7 @@ def check_control_block(name: str, num_replays: int) -> dict[str, Any]:
     torn = (coefficients != coefficients[:, :1]).any(1) | (budgets != named + BUDGET_OFFSET)
     assert (np.diff(rounds) == 1).all()
     assert block.progress().round == rounds[-1]
-    return {
+    result = {
         "replays": num_replays,
         "writes_meanwhile": int(writes),
         "versions_used": int(np.unique(versions[trims]).size),
@@ -237,3 +240,5 @@ def check_control_block(name: str, num_replays: int) -> dict[str, Any]:
         "verify_all": int((~trims).sum()),
         "us_a_replay": round(seconds / num_replays * 1e6, 2),
     }
+    assert result["torn_reads"] == result["used_in_own_round"] == 0, result
+    return result

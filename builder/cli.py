@@ -10,11 +10,15 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtllm_av.builder.trtllm import cli as trtllm_cli
 from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
+
+if TYPE_CHECKING:
+    from trtllm_av.builder.build_report import BuildReport
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -36,17 +40,28 @@ def build(
         str | None,
         typer.Option(
             "--speculative_model",
-            help="smollm2-head or a file of weights; default: the head that ships for the model.",
+            help="smollm2-head, layer_skip, a draft checkpoint's directory or a head's file; default: "
+            "the head that ships for the model, else layer_skip.",
         ),
     ] = None,
     backend: Annotated[
-        str, typer.Option("--backend", help="onnx stops at the files; tensorrt_rtx builds plans.")
-    ] = "onnx",
+        str | None,
+        typer.Option(
+            "--backend",
+            help="onnx stops at the files; tensorrt and tensorrt_rtx build plans; trtllm takes the flags "
+            "of the installed trtllm-build instead of these; default: what is installed.",
+        ),
+    ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="bfloat16, float16 or float32.")
-    ] = "bfloat16",
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="bfloat16, float16 or float32; default: float32 for onnx, bfloat16 for plans.",
+        ),
+    ] = None,
     compute_capability: Annotated[
-        int | None, typer.Option("--compute_capability", help="Of the GPU to build for, as in 89.")
+        int | None,
+        typer.Option("--compute_capability", help="For tensorrt_rtx: of the GPU, as in 89."),
     ] = None,
     max_batch_size: Annotated[int, typer.Option("--max_batch_size", help="Requests at once.")] = 8,
     max_seq_len: Annotated[
@@ -66,7 +81,8 @@ def build(
         str,
         typer.Option(
             "--adaptive_verification_plugin",
-            help="auto or disable: operations in the graph; enable needs a backend with plugins.",
+            help="auto: plugins where the backend holds them; disable: operations in the graph; enable: "
+            "an error without plugins.",
         ),
     ] = "auto",
     verify: Annotated[
@@ -76,9 +92,15 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Build an engine whose verify pass takes a variable number of tokens per request."""
+    from trtllm_av.builder.backend import choose_backend
     from trtllm_av.builder.build import build_engine
     from trtllm_av.builder.config import BuildConfig
+    from trtllm_av.builder.progress import BuildProgress
 
+    if backend is None:
+        choice = choose_backend(compute_capability)
+        backend, compute_capability = choice.backend, choice.compute_capability
+        print(f"backend {backend}: {choice.reason}", file=sys.stderr)
     config = BuildConfig(
         model_dir=model_dir,
         output_dir=output_dir,
@@ -99,25 +121,42 @@ def build(
             "tokens of a round that verifies every draft; such rounds will not fit",
             file=sys.stderr,
         )
-    report = build_engine(config, lambda stage: print(f"{stage} …", file=sys.stderr, flush=True))
+    with BuildProgress() as progress:
+        report = build_engine(config, progress)
     if as_json:
         print(json.dumps(dataclasses.asdict(report)))
-        return
-    print(f"engine     {report.output_dir} ({report.num_bytes / 1e6:.0f} MB, backend {backend})")
-    print(f"drafter    {report.drafter or 'none; draft outside the engine'}")
+    else:
+        _print_report(report)
+
+
+def _print_report(report: BuildReport) -> None:
+    print(f"engine     {report.output_dir} ({report.num_bytes / 1e6:.0f} MB)")
+    print(f"backend    {report.backend}, operations as {report.operations}")
+    print(f"drafter    {report.drafter}")
     for stage, seconds in report.seconds.items():
         print(f"{stage:<10} {seconds:.1f} s")
     for name, difference in report.differences.items():
         print(f"{name:<16} differs from torch by at most {difference:.1e}")
+    if report.end_to_end_rounds:
+        print(
+            f"verify_lens      equal in {report.end_to_end_rounds} rounds from the drafter's logits"
+        )
     for name, plan in report.plans.items():
-        print(f"{name:<16} {plan['num_bytes'] / 1e6:.0f} MB for SM{compute_capability}")
-    print(f"peak memory {report.peak_memory_bytes / 1e6:.0f} MB")
+        print(f"{name:<16} {plan['num_bytes'] / 1e6:.0f} MB, built in {plan['seconds']:.1f} s")
+    print(
+        f"memory     at most {report.peak_memory_bytes / 1e6:.0f} MB, "
+        f"{report.export_memory_bytes / 1e6:.0f} MB of them for the export of "
+        f"{report.weight_bytes / 1e6:.0f} MB of weights"
+    )
 
 
 def main() -> None:
     """The console script: the command with every expected error as one line and an exit code."""
     try:
-        app()
+        if (arguments := trtllm_cli.trtllm_arguments(sys.argv[1:])) is not None:
+            trtllm_cli.main(arguments)  # the flags of the installed trtllm-build
+        else:
+            app()
     except AdaptiveVerificationError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -12,22 +12,24 @@ from typing import Any
 
 from trtllm_av.builder.export import DTYPES
 from trtllm_av.plugins.onnx_functions import MAX_TRIM_SLOTS
+from trtllm_av.runtime.engines.tensorrt_module import title
 from trtllm_av.runtime.errors import UsageError
 
-BACKENDS = ("onnx", "tensorrt_rtx")
+BACKENDS = ("onnx", "tensorrt", "tensorrt_rtx")
 PLUGIN_MODES = ("auto", "disable", "enable")
 MAX_DRAFT_LEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BuildConfig:
-    """The flags of a build; ``max_num_tokens`` None is (max_draft_len + 1) · max_batch_size."""
+    """The flags of a build; ``max_num_tokens`` None is (max_draft_len + 1) · max_batch_size, ``dtype`` None
+    what the backend runs best: float32 for onnxruntime, bfloat16 for plans."""
 
     model_dir: str
     output_dir: Path
     speculative_model: str | None = None
     backend: str = "onnx"
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     compute_capability: int | None = None
     max_batch_size: int = 8
     max_seq_len: int = 2048
@@ -38,32 +40,34 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         self._check_choice("backend", BACKENDS)
-        self._check_choice("dtype", tuple(DTYPES))
+        if self.dtype is not None:
+            self._check_choice("dtype", tuple(DTYPES))
         self._check_choice("adaptive_verification_plugin", PLUGIN_MODES)
         self._check_range("max_draft_len", 1, MAX_DRAFT_LEN)
         self._check_range("max_batch_size", 1, MAX_TRIM_SLOTS // self.max_draft_len)
         self._check_range("max_seq_len", 2, 1 << 20)
         if self.max_num_tokens is not None:
             self._check_range("max_num_tokens", self.max_batch_size, 1 << 20)
-        if self.adaptive_verification_plugin == "enable":
+        if self.adaptive_verification_plugin == "enable" and self.backend != "tensorrt":
             raise UsageError(
                 f"--adaptive_verification_plugin enable: backend {self.backend!r} holds no plugins; "
                 "use auto or disable, which put the operations into the graph"
+            )
+        if self.has_plans and self.dtype == "float32":
+            raise UsageError(
+                f"--dtype float32: {title(self.backend)} has no attention kernel for it; use bfloat16 or "
+                "float16"
             )
         if self.backend == "tensorrt_rtx":
             if self.compute_capability is None:
                 raise UsageError(
                     "--backend tensorrt_rtx needs --compute_capability, for instance 89"
                 )
-            if self.dtype == "float32":
-                raise UsageError(
-                    "--dtype float32: TensorRT-RTX has no attention kernel for it; use bfloat16 or "
-                    "float16"
-                )
         elif self.compute_capability is not None:
+            reason = "builds for the GPU it runs on" if self.has_plans else "builds for no GPU"
             raise UsageError(
-                f"--compute_capability {self.compute_capability} has no use with --backend "
-                f"{self.backend}; leave it out"
+                f"--compute_capability {self.compute_capability}: backend {self.backend!r} {reason}; "
+                "leave it out"
             )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
@@ -75,6 +79,16 @@ class BuildConfig:
     def _check_range(self, name: str, low: int, high: int) -> None:
         if not low <= getattr(self, name) <= high:
             raise UsageError(f"--{name} {getattr(self, name)} must be from {low} to {high}")
+
+    @property
+    def has_plans(self) -> bool:
+        """True if the ONNX files are compiled."""
+        return self.backend != "onnx"
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of weights and cache."""
+        return self.dtype or ("bfloat16" if self.has_plans else "float32")
 
     @property
     def full_decode_tokens(self) -> int:
@@ -116,7 +130,6 @@ class BuildConfig:
         """What ``build_config`` of an engine directory says."""
         return {
             "backend": self.backend,
-            "compute_capability": self.compute_capability,
             "max_batch_size": self.max_batch_size,
             "max_num_tokens": self.num_tokens,
             "max_seq_len": self.max_seq_len,

@@ -1,4 +1,4 @@
-"""Which drafting head goes into an engine, and the two tensors of the target that it uses.
+"""Heads on the target's hidden state, and the two tensors of the target that they use.
 
 Invariants: a head is exported only with the target it was trained for; the target's tensors are taken as
 ``runtime.models.drafters.eagle`` takes them.
@@ -6,75 +6,107 @@ Invariants: a head is exported only with the target it was trained for; the targ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trtllm_av.builder.networks import DraftStepNetwork
-from trtllm_av.runtime.errors import CheckpointError, UsageError
-from trtllm_av.runtime.models.config import LlamaConfig
+from trtllm_av.builder.draft_source import LogitPair
+from trtllm_av.builder.export import DRAFT_STEP, export_head_step
+from trtllm_av.builder.networks import HeadStepNetwork
+from trtllm_av.builder.verify import verify_head_step
+from trtllm_av.runtime.engines.engine_directory import DRAFT_TO_TARGET
+from trtllm_av.runtime.errors import CheckpointError
+from trtllm_av.runtime.models.checkpoint import CheckpointFiles
 from trtllm_av.runtime.models.drafters import eagle
-from trtllm_av.runtime.models.drafters.eagle_head import load_head, target_fingerprint
-from trtllm_av.runtime.models.llama import TensorReader
-
-PACKAGED = "smollm2-head"
+from trtllm_av.runtime.models.drafters.eagle_head import EagleHeadConfig, load_head
+from trtllm_av.runtime.models.drafters.head_file import target_fingerprint
+from trtllm_av.runtime.models.llama import LlamaModel, TensorReader
 
 
 @dataclass(frozen=True, slots=True)
-class DraftHead:
-    """Weights at ``path`` that fit the target; ``draft_to_target`` [V_d] int64."""
+class HeadSource:
+    """Weights at ``path`` that fit ``target``; ``config`` is the shape of the head's layer,
+    ``draft_to_target`` [V_d] int64."""
+
+    method: ClassVar[str] = "eagle"
 
     path: Path
+    config: EagleHeadConfig
     draft_to_target: Tensor
+    target: CheckpointFiles
 
-    def network(
-        self, config: LlamaConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> DraftStepNetwork:
+    @classmethod
+    def find(cls, path: Path, target: CheckpointFiles) -> HeadSource:
+        """Raises CheckpointError for a file that is no head or one of another target."""
+        head, draft_to_target = load_head(path)
+        check_fingerprint(str(path), head.config.target_fingerprint, target)
+        return cls(path, head.config, draft_to_target, target)
+
+    @property
+    def label(self) -> str:
+        return self.path.name
+
+    @property
+    def vocab_size(self) -> int:
+        return self.draft_to_target.numel()
+
+    @property
+    def num_attention_layers(self) -> int:
+        return 1
+
+    def export(self, dtype: torch.dtype, max_len: int, folder: Path) -> None:
+        export_head_step(self.network(dtype), dtype, max_len, folder / DRAFT_STEP)
+        np.save(folder / DRAFT_TO_TARGET, self.draft_to_target.int().numpy())
+
+    def check(
+        self, folder: Path, target: LlamaModel, num_positions: int
+    ) -> tuple[float, list[LogitPair]]:
+        return verify_head_step(folder / DRAFT_STEP, self.network(torch.float32), num_positions)
+
+    def describe(self) -> dict[str, Any]:
+        return {"method": self.method, "head": asdict(self.config)}
+
+    def network(self, dtype: torch.dtype) -> HeadStepNetwork:
         """The step network with weights of ``dtype``."""
-        take, shape = TensorReader(tensors, dtype), (config.vocab_size, config.hidden_size)
-        embedding = take("model.embed_tokens.weight", *shape)
-        rows = embedding if config.tie_word_embeddings else take("lm_head.weight", *shape)
         head, _ = load_head(self.path, dtype)
-        return DraftStepNetwork(head, embedding, rows[self.draft_to_target])
+        return HeadStepNetwork(head, *target_tensors(self.target, self.draft_to_target, dtype))
 
 
-def find_head(
-    name: str | None, config: LlamaConfig, tensors: Mapping[str, Tensor]
-) -> DraftHead | None:
-    """The head called ``name``: ``smollm2-head``, a file of weights, or None for the one that ships
-    for this target, if any does.
+def packaged_head(target: CheckpointFiles) -> Path | None:
+    """The file of weights that ships for ``target``, if any does."""
+    name = eagle.PACKAGED_HEADS.get(_fingerprint(target))
+    return None if name is None else Path(eagle.__file__).with_name("weights") / name
 
-    Raises UsageError for anything else and for a missing packaged head, CheckpointError for a file that
-    is no head or one of another target.
-    """
-    take = TensorReader(tensors, torch.bfloat16)  # what a fingerprint is made of
-    embedding = take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    fingerprint = target_fingerprint(lambda ids: F.embedding(ids, embedding), config.vocab_size)
-    packaged = eagle.PACKAGED_HEADS.get(fingerprint)
-    if name is None or name == PACKAGED:
-        if packaged is None:
-            if name is None:
-                return None
-            raise UsageError(
-                f"--speculative_model {PACKAGED}: it was trained for SmolLM2-135M-Instruct, not for this "
-                "model; give a file of weights"
-            )
-        path = Path(eagle.__file__).with_name("weights") / packaged
-    elif name == "layer_skip" or Path(name).is_dir():
-        raise UsageError(
-            f"--speculative_model {name!r}: only heads are exported; give a file written by "
-            f"benchmarks/train_drafter.py, or {PACKAGED}"
-        )
-    else:
-        path = Path(name)
-    head, draft_to_target = load_head(path)
-    if head.config.target_fingerprint != fingerprint:
+
+def check_fingerprint(name: str, trained_for: str, target: CheckpointFiles) -> None:
+    """Raise CheckpointError unless the head ``name`` was trained for ``target``."""
+    fingerprint = _fingerprint(target)
+    if trained_for != fingerprint:
         raise CheckpointError(
-            f"--speculative_model {name!r} was trained for the target {head.config.target_fingerprint}, "
-            f"this model is {fingerprint}; train a head for it with benchmarks/train_drafter.py"
+            f"--speculative_model {name!r} was trained for the target {trained_for}, this model is "
+            f"{fingerprint}; train a head for it with benchmarks/train_drafter.py"
         )
-    return DraftHead(path, draft_to_target)
+
+
+def target_tensors(
+    target: CheckpointFiles, draft_to_target: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The target's embedding [V, H], and its output layer at the draft vocabulary [V_d, H]."""
+    config = target.config
+    take = TensorReader(target.lazy_tensors(), dtype)
+    shape = (config.vocab_size, config.hidden_size)
+    embedding = take("model.embed_tokens.weight", *shape)
+    rows = embedding if config.tie_word_embeddings else take("lm_head.weight", *shape)
+    return embedding, rows[draft_to_target]
+
+
+def _fingerprint(target: CheckpointFiles) -> str:
+    config = target.config
+    take = TensorReader(target.lazy_tensors(), torch.bfloat16)  # what a fingerprint is made of
+    embedding = take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    return target_fingerprint(lambda ids: F.embedding(ids, embedding), config.vocab_size)

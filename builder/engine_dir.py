@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_av.runtime.digest import file_digest
-from trtllm_av.runtime.engines.engine_directory import CONFIG, FORMAT
+from trtllm_av.runtime.engines.engine_directory import CONFIG, FORMAT, is_engine
 from trtllm_av.runtime.errors import BuildError, UsageError
 
 
@@ -90,15 +90,6 @@ def write_config(
         "adaptive_verification": {"format": FORMAT, **adaptive_verification, "files": files},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def is_engine(folder: Path) -> bool:
-    """True if ``folder`` holds an engine of any format, intact or not."""
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "adaptive_verification" in config
 
 
 def _sibling(folder: Path) -> Path:

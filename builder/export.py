@@ -1,9 +1,9 @@
 """Networks to ONNX files: packed layout, local functions inside, weights beside.
 
-Three files make an engine: ``verify.onnx`` (the target), ``draft_step.onnx`` (one step of the drafter and
-its score) and ``trim.onnx``. Invariants: every node outside the standard has its local function in the
-same file, so that any engine can run it; all sizes that change from round to round are dynamic; weights
-are stored once, as external data next to the file, in the dtype asked for.
+Four files make an engine: ``verify.onnx`` (the target), ``draft_step.onnx`` (one step of the drafter),
+``score.onnx`` and ``trim.onnx`` (``export_operations``). Invariants: every node outside the standard has
+its local function in the same file, so that any engine can run it; all sizes that change from round to
+round are dynamic; weights are stored once, as external data next to the file, in the dtype asked for.
 
 Sizes by name: T packed tokens, B slots of the cache, M queries per slot after padding, N rows whose
 logits are wanted, R requests.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trtllm_av.builder.networks import DraftStepNetwork, TargetNetwork
+from trtllm_av.builder.networks import DecoderNetwork, HeadStepNetwork
+from trtllm_av.builder.networks_block import BlockStepNetwork, ChainNetwork
 from trtllm_av.plugins import onnx_functions
 from trtllm_av.runtime.errors import MissingDependencyError
 from trtllm_av.runtime.models.config import LlamaConfig
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     from onnx import FunctionProto, ModelProto
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-VERIFY, DRAFT_STEP, TRIM = "verify.onnx", "draft_step.onnx", "trim.onnx"
+VERIFY, DRAFT_STEP, SCORE, TRIM = "verify.onnx", "draft_step.onnx", "score.onnx", "trim.onnx"
+#: Only for a block drafter with a sequential head.
+DRAFT_CHAIN = "draft_chain.onnx"
 #: Any sizes do for tracing, as long as no two are equal and none is 0 or 1.
-_TRACED_SIZES = {"T": 11, "B": 3, "B_plus_1": 4, "M": 5, "N": 7}
+_TRACED_SIZES = {"T": 11, "B": 3, "B_plus_1": 4, "M": 5, "N": 7, "R": 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,77 +60,70 @@ PACKING_INPUTS = (
 )
 
 
-def export_target(network: TargetNetwork, dtype: torch.dtype, max_len: int, path: Path) -> None:
-    """Write the verify pass; ``max_len`` positions per slot of the cache."""
-    caches = cache_inputs(network.config, dtype, max_len)
+def export_decoder(network: DecoderNetwork, dtype: torch.dtype, max_len: int, path: Path) -> None:
+    """Write a verify pass or a decoder's draft step; ``max_len`` positions per slot of the cache."""
+    caches = cache_inputs(network.config, dtype, max_len, network.layer_indices)
     inputs = [Input("input_ids", torch.int64, ("T",)), *PACKING_INPUTS]
-    outputs = ["logits", "hidden", *(_updated_name(cache.name) for cache in caches)]
-    functions = [onnx_functions.kv_cache_update_function(), onnx_functions.attention_function()]
-    _export(network, inputs, caches, outputs, functions, path)
+    _export(network, inputs, caches, ["logits", "hidden"], path)
 
 
-def export_draft_step(
-    network: DraftStepNetwork, dtype: torch.dtype, max_len: int, num_positions: int, path: Path
+def export_head_step(
+    network: HeadStepNetwork, dtype: torch.dtype, max_len: int, path: Path
 ) -> None:
-    """Write one step of the drafter with ``ScoreDrafts`` for ``num_positions`` = K."""
+    """Write one step of a head on the target's hidden state."""
     head = network.head.config
-    caches = cache_inputs(head.as_layer(), dtype, max_len)
+    caches = cache_inputs(head.as_layer(), dtype, max_len, range(1))
     inputs = [
         Input("input_ids", torch.int64, ("T",)),
         Input("hidden", dtype, ("T", head.hidden_size)),
         *PACKING_INPUTS,
-        Input("temperature", torch.float32, ("N",)),
-        Input("coefficients", torch.float32, (1 + num_positions,)),
-        Input("position", torch.int32, (1,)),
-        Input("draft_lens", torch.int32, ("N",)),
     ]
-    names = ["draft_logits", "state", "features", "confidence"]
-    outputs = [*names, *(_updated_name(cache.name) for cache in caches)]
-    functions = [
-        onnx_functions.kv_cache_update_function(),
-        onnx_functions.attention_function(),
-        onnx_functions.score_drafts_function(),
-    ]
-    _export(network, inputs, caches, outputs, functions, path)
+    if isinstance(network, BlockStepNetwork):
+        inputs.append(Input("mask_idx", torch.int64, ("T",)))
+    _export(network, inputs, caches, ["logits", "state"], path)
 
 
-def export_trim(num_positions: int, path: Path) -> None:
-    """Write ``TrimDrafts`` for ``num_positions`` = K as a network of its own."""
-    onnx = import_onnx()
-    helper, kinds = onnx.helper, onnx.TensorProto
-    per_request = ["draft_lens", "base_lens", "min_verify_lens"]
+def export_chain(network: ChainNetwork, dtype: torch.dtype, path: Path) -> None:
+    """Write one position of a sequential head."""
+    vocab_size, state_size = network.bias.shape
     inputs = [
-        helper.make_tensor_value_info("confidence", kinds.FLOAT, ["R", num_positions]),
-        *(helper.make_tensor_value_info(name, kinds.INT32, ["R"]) for name in per_request),
-        helper.make_tensor_value_info("draft_budget", kinds.INT32, [1]),
+        Input("block_state", dtype, ("R", network.embedding.shape[1])),
+        Input("block_logits", dtype, ("R", vocab_size)),
+        Input("input_ids", torch.int64, ("R",)),
+        Input("carried", dtype, ("R", state_size)),
     ]
-    outputs = [
-        helper.make_tensor_value_info("survival", kinds.FLOAT, ["R", num_positions]),
-        helper.make_tensor_value_info("verify_lens", kinds.INT32, ["R"]),
-        helper.make_tensor_value_info("cu_seqlens", kinds.INT32, ["R_plus_1"]),
-    ]
-    node = helper.make_node(
-        "TrimDrafts",
-        [value.name for value in inputs],
-        [value.name for value in outputs],
-        domain=onnx_functions.DOMAIN,
-    )
-    model = helper.make_model(
-        helper.make_graph([node], "trim", inputs, outputs),
-        opset_imports=[helper.make_opsetid("", onnx_functions.OPSET)],
-        ir_version=10,  # the oldest with all that opset 23 needs
-    )
-    _finish(model, [onnx_functions.trim_drafts_function(num_positions)], path)
+    _export(network, inputs, [], ["logits", "next_carried", "confidence_logit"], path)
 
 
-def cache_inputs(config: LlamaConfig, dtype: torch.dtype, max_len: int) -> list[Input]:
-    """Keys and values of each layer in turn, [B, kv_heads, max_len, head_dim]."""
+def share_weights(path: Path, owner: Path) -> None:
+    """Make ``path`` read the weights that it has in common with ``owner`` from that file's data.
+
+    Both were exported from the same tensors in one dtype; a weight has one name in both. If no other is
+    left, the data file of ``path`` is removed.
+    """
+    onnx = import_onnx()
+    model = onnx.load(os.fspath(path), load_external_data=False)
+    source = onnx.load(os.fspath(owner), load_external_data=False)
+    owned = {one.name: one for one in source.graph.initializer if one.external_data}
+    mine = [one for one in model.graph.initializer if one.external_data]
+    for tensor in mine:
+        other = owned.get(tensor.name)
+        if other is not None and (other.dims, other.data_type) == (tensor.dims, tensor.data_type):
+            del tensor.external_data[:]
+            tensor.external_data.extend(other.external_data)
+    onnx.save(model, os.fspath(path))
+    data = path.name + ".data"
+    if not any(entry.value == data for tensor in mine for entry in tensor.external_data):
+        path.with_name(data).unlink(missing_ok=True)
+    onnx.checker.check_model(os.fspath(path))
+
+
+def cache_inputs(
+    config: LlamaConfig, dtype: torch.dtype, max_len: int, layers: Iterable[int]
+) -> list[Input]:
+    """Keys and values of each of ``layers`` in turn, [B, kv_heads, max_len, head_dim]."""
     shape = ("B", config.num_kv_heads, max_len, config.head_dim)
-    return [
-        Input(f"{kind}_cache_{layer}", dtype, shape)
-        for layer in range(config.num_layers)
-        for kind in "kv"
-    ]
+    return [Input(f"{kind}_cache_{layer}", dtype, shape) for layer in layers for kind in "kv"]
 
 
 def _updated_name(cache: str) -> str:
@@ -139,7 +135,6 @@ def _export(
     inputs: Sequence[Input],
     caches: Sequence[Input],
     outputs: list[str],
-    functions: Sequence[FunctionProto],
     path: Path,
 ) -> None:
     onnx = import_onnx()
@@ -152,23 +147,26 @@ def _export(
     def dynamic(value: Input) -> dict[int, Any]:
         return {axis: sizes[size] for axis, size in enumerate(value.shape) if isinstance(size, str)}
 
+    lists = ([example(cache) for cache in caches],) if caches else ()
+    list_shapes = ([dynamic(cache) for cache in caches],) if caches else ()
     with _quiet_exporter():
         program = torch.onnx.export(
             network.eval(),
-            (*map(example, inputs), [example(cache) for cache in caches]),
+            (*map(example, inputs), *lists),
             dynamo=True,
             opset_version=onnx_functions.OPSET,
             input_names=[value.name for value in (*inputs, *caches)],
-            output_names=outputs,
-            dynamic_shapes=(*map(dynamic, inputs), [dynamic(cache) for cache in caches]),
+            output_names=[*outputs, *(_updated_name(cache.name) for cache in caches)],
+            dynamic_shapes=(*map(dynamic, inputs), *list_shapes),
             verbose=False,
         )
         assert program is not None  # only without dynamo=True
         program.save(os.fspath(path), external_data=True)
-    _finish(onnx.load(os.fspath(path), load_external_data=False), functions, path)
+    functions = [onnx_functions.kv_cache_update_function(), onnx_functions.attention_function()]
+    finish(onnx.load(os.fspath(path), load_external_data=False), functions, path)
 
 
-def _finish(model: ModelProto, functions: Sequence[FunctionProto], path: Path) -> None:
+def finish(model: ModelProto, functions: Sequence[FunctionProto], path: Path) -> None:
     """Add the local functions and write the file; its external data stay where they are."""
     onnx = import_onnx()
     model.functions.extend(functions)
@@ -200,6 +198,7 @@ def import_onnx() -> Any:
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch.onnx.export imports it)
+        import torch._dynamo  # noqa: F401 (the exporter does: its own memory is not the export's)
     except ImportError as error:
         raise MissingDependencyError(
             f"exporting needs the package {error.name}; install it with: "

@@ -13,7 +13,7 @@ that packs the result, whatever their value (they may see no key at all).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,6 @@ from trtllm_av.runtime.models.config import LlamaConfig
 from trtllm_av.runtime.models.drafters.eagle_head import EagleHead
 from trtllm_av.runtime.models.llama import TensorReader
 from trtllm_av.runtime.models.rope import inverse_frequencies, rotate, rotation
-
-#: Bound and floor of ``ScoreDrafts``, the defaults of the operator.
-FEATURE_BOUND, TEMPERATURE_FLOOR = 15.0, 0.5
 
 
 @dataclass(slots=True)
@@ -73,25 +70,34 @@ def _updated(cache: Tensor, update: Tensor, kv_write: Tensor, cu_q: Tensor) -> T
     return updated
 
 
-class TargetNetwork(nn.Module):
-    """The verify pass: packed tokens to logits, any number of tokens per slot."""
+class DecoderNetwork(nn.Module):
+    """Packed tokens to logits, any number of tokens per slot: the verify pass, and one step of a drafter
+    that is a decoder itself or that skips some of the target's layers."""
 
     def __init__(
-        self, config: LlamaConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
+        self,
+        config: LlamaConfig,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        layers: Sequence[int] | None = None,
     ) -> None:
-        """``tensors`` as ``LlamaModel`` takes them; raises CheckpointError as it does."""
+        """``tensors`` as ``LlamaModel`` takes them, ``layers`` those to keep, in order (None: all); raises
+        CheckpointError as it does."""
         super().__init__()
         self.config = config
+        self.layer_indices = range(config.num_layers) if layers is None else list(layers)
         take = TensorReader(tensors, dtype)
         width = config.hidden_size
         self.embedding = _frozen(take("model.embed_tokens.weight", config.vocab_size, width))
-        self.layers = nn.ModuleList(_Layer(config, take, i) for i in range(config.num_layers))
+        # By index, so that a weight has one name in every file that holds it.
+        self.layers = nn.ModuleDict({str(i): _Layer(config, take, i) for i in self.layer_indices})
         self.final_norm = _frozen(take("model.norm.weight", width))
         is_tied = config.tie_word_embeddings
         self.head = (
             self.embedding if is_tied else _frozen(take("lm_head.weight", config.vocab_size, width))
         )
-        take.refuse_unread(ignored={"lm_head.weight"} if is_tied else set())
+        if layers is None:
+            take.refuse_unread(ignored={"lm_head.weight"} if is_tied else set())
         self.register_buffer("_frequencies", inverse_frequencies(config), persistent=False)
         self._frequencies: Tensor
 
@@ -108,13 +114,13 @@ class TargetNetwork(nn.Module):
         caches: list[Tensor],
     ) -> tuple[Tensor, ...]:
         """logits [N, V] of the packed rows ``logit_idx``, hidden [T, H] after the final norm, and the
-        caches k, v of each layer in turn, as they came in."""
+        caches k, v of each kept layer in turn, as they came in."""
         packing = Packing(cu_q, kv_write, kv_len, pad_idx, pack_idx)
         x = F.embedding(input_ids, self.embedding)
         cos, signed_sin = rotation(position_ids, self._frequencies, x.dtype)
         updated: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
-            k_cache, v_cache = caches[2 * index : 2 * index + 2]
+        for place, layer in enumerate(self.layers.values()):
+            k_cache, v_cache = caches[2 * place : 2 * place + 2]
             x, keys, values = layer(x, cos, signed_sin, packing, k_cache, v_cache)
             updated += [keys, values]
         hidden = F.rms_norm(
@@ -178,8 +184,8 @@ class _Projection(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class DraftStepNetwork(nn.Module):
-    """One step of the EAGLE head, and the confidence of what will be drawn from its logits.
+class HeadStepNetwork(nn.Module):
+    """One step of the EAGLE head.
 
     ``embedding`` [V, H] of the target; ``output`` [V_d, H], its output layer at the draft vocabulary.
     """
@@ -201,39 +207,30 @@ class DraftStepNetwork(nn.Module):
         pad_idx: Tensor,
         pack_idx: Tensor,
         logit_idx: Tensor,
-        temperature: Tensor,
-        coefficients: Tensor,
-        position: Tensor,
-        draft_lens: Tensor,
         caches: list[Tensor],
     ) -> tuple[Tensor, ...]:
-        """draft_logits [N, V_d] of the rows ``logit_idx``, state [T, H], features [N, 1, 1], confidence
-        [N, 1], and both caches.
+        """logits [N, V_d] of the rows ``logit_idx``, state [T, H] and both caches.
 
         ``input_ids`` are the tokens one position on and ``hidden`` [T, H] the states of the entries'
-        own tokens, as ``EagleHead`` wants them; ``temperature`` and ``draft_lens`` [N].
+        own tokens, as ``EagleHead`` wants them.
         """
         packing = Packing(cu_q, kv_write, kv_len, pad_idx, pack_idx)
-        residual, q, k, v = self.head.before_attention(
-            F.embedding(input_ids, self.embedding), hidden, position_ids
-        )
+        embedded = F.embedding(input_ids, self.embedding)
+        return self._step(embedded, hidden, position_ids, packing, logit_idx, caches)
+
+    def _step(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        position_ids: Tensor,
+        packing: Packing,
+        logit_idx: Tensor,
+        caches: list[Tensor],
+    ) -> tuple[Tensor, ...]:
+        residual, q, k, v = self.head.before_attention(embedded, hidden, position_ids)
         mixed, keys, values = packing.attend(q, k, v, *caches)
         state = self.head.after_attention(residual, mixed)
-        logits = F.linear(state.index_select(0, logit_idx), self.output)
-        num_rows = logit_idx.shape[0]
-        features, confidence = torch.onnx.ops.symbolic_multi_out(
-            "trtllm_av::ScoreDrafts",
-            (logits.unsqueeze(1), temperature, coefficients, position, draft_lens),
-            attrs={
-                "vocab_size": self.output.shape[0],
-                "feature_bound": FEATURE_BOUND,
-                "temperature_floor": TEMPERATURE_FLOOR,
-            },
-            dtypes=(torch.float32, torch.float32),
-            shapes=((num_rows, 1, 1), (num_rows, 1)),
-            version=1,
-        )
-        return logits, state, features, confidence, keys, values
+        return F.linear(state.index_select(0, logit_idx), self.output), state, keys, values
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

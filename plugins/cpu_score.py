@@ -79,6 +79,35 @@ def score_features(features: Tensor, coefficients: Tensor, position: Tensor) -> 
     return torch.from_numpy(_confidence(values, coefficients, int(position)))
 
 
+def law_features(
+    draft_logits: Tensor,
+    temperature: Tensor,
+    *,
+    vocab_size: int,
+    feature_bound: float = 15.0,
+    temperature_floor: float = 0.5,
+) -> Tensor:
+    """As ``reference.law_features``; [R, P, 2]. Torch calls only: this runs on any device."""
+    check_vocabulary(vocab_size, draft_logits.shape[2])
+    dtype = arithmetic_dtype(draft_logits)
+    scale = temperature.to(dtype)[:, None]
+    scale = torch.where(scale == 0, 1.0, scale.clamp(min=temperature_floor)).reciprocal_()
+    features = draft_logits.new_zeros((*draft_logits.shape[:2], 2), dtype=dtype)
+    for i in range(draft_logits.shape[1]):
+        values = draft_logits[:, i, :vocab_size].to(dtype)
+        top = values.topk(min(2, vocab_size), dim=-1).values
+        below = (values - top[:, :1]) * scale
+        weights = below.exp()
+        total = weights.sum(-1)
+        # A token at −inf has weight 0 and no share in the entropy.
+        terms = torch.where(weights > 0, weights * below, 0.0).sum(-1)
+        gap = (top[:, 0] - top[:, -1]) * scale[:, 0] if vocab_size > 1 else torch.inf + total
+        is_scored = torch.isfinite(total)
+        features[:, i, 0] = torch.where(is_scored, gap.clamp(max=feature_bound), 0.0)
+        features[:, i, 1] = torch.where(is_scored, total.log() - terms / total, 0.0)
+    return features
+
+
 def _live_rows(draft_lens: Tensor | None, position: int) -> Tensor | None:
     """Rows that drafted ``position``, or None if all did: those need no gather."""
     if draft_lens is None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtllm_av.plugins.reference import CURVATURE_FLOOR
+from trtllm_av.plugins.reference import CURVATURE_FLOOR, num_statistics
 
 
 def label_drafts(
@@ -41,23 +41,38 @@ def label_drafts(
 
 
 def accumulate_statistics(features: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
-    """As ``reference.accumulate_statistics``; statistics [K, 6] float64."""
-    f = features.numpy()[:, :, 0].astype(np.float64)
+    """As ``reference.accumulate_statistics``; statistics [K, n(F)] float64."""
+    # Feature-major [F, R, K]: every sum below runs over whole arrays.
+    f = features.numpy().astype(np.float64).transpose(2, 0, 1)
     y = labels.numpy().astype(np.float64)
     c = coefficients.numpy().astype(np.float64)
-    is_known = np.isfinite(f) & np.isfinite(y)
+    num_features = len(f)
+    is_known = np.isfinite(f[0]) & np.isfinite(y)
+    for values in f[1:]:
+        is_known &= np.isfinite(values)
     is_unknown = ~is_known
     np.copyto(f, 0, where=is_unknown)
     np.copyto(y, 0, where=is_unknown)
+    log_odds = c[num_features:]
+    for slope, values in zip(c, f, strict=False):
+        log_odds = log_odds + slope * values
     # Bounded, so that the exponential of a negative logit overflows into no warning; σ(−700) is 0.
-    log_odds = np.maximum(c[0] * f + c[1:], -700)
+    log_odds = np.maximum(log_odds, -700)
     p = 1 / (1 + np.exp(-log_odds))
-    terms = np.empty((*f.shape, 6))
-    terms[..., 2] = np.maximum(p * (1 - p), CURVATURE_FLOOR) * is_known
-    terms[..., 1] = terms[..., 2] * f
-    terms[..., 0] = terms[..., 1] * f
-    terms[..., 4] = (y - p) * is_known
-    terms[..., 3] = terms[..., 4] * f
-    terms[..., 5] = is_known
+    terms = np.empty((*y.shape, num_statistics(num_features)))
+    # Places of b, c, g0 and g1, behind the upper triangle of a.
+    at_b = num_features * (num_features + 1) // 2
+    at_c = at_b + num_features
+    at_g1 = at_c + 1 + num_features
+    terms[..., at_c] = np.maximum(p * (1 - p), CURVATURE_FLOOR) * is_known
+    terms[..., at_g1] = (y - p) * is_known
+    at_a = 0
+    for i in range(num_features):
+        terms[..., at_b + i] = terms[..., at_c] * f[i]
+        terms[..., at_c + 1 + i] = terms[..., at_g1] * f[i]
+        for j in range(i, num_features):
+            terms[..., at_a] = terms[..., at_b + i] * f[j]
+            at_a += 1
+    terms[..., -1] = is_known
     # Reducing the outer axis adds whole requests, one after another; no pairwise summation.
     return torch.from_numpy(np.add.reduce(terms, axis=0))

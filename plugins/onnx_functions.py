@@ -31,7 +31,8 @@ MAX_TRIM_SLOTS = 4096
 _SCORE_DRAFTS = """
 <opset_import: ["" : {opset}], domain: "{domain}">
 ScoreDrafts <vocab_size, feature_bound, temperature_floor>
-    (draft_logits, temperature, coefficients, position, draft_lens) => (features, confidence) {{
+    (draft_logits, temperature, coefficients, position, draft_lens{mask_input})
+    => (features, confidence) {{
   zero = Constant <value_ints = [0]> ()
   one = Constant <value_ints = [1]> ()
   two = Constant <value_ints = [2]> ()
@@ -47,7 +48,8 @@ ScoreDrafts <vocab_size, feature_bound, temperature_floor>
 
   all_values = Cast <to = 1> (draft_logits)
   end = Unsqueeze (vocabulary, zero)
-  real = Slice (all_values, zero, end, two)
+  real{masked} = Slice (all_values, zero, end, two)
+{mask_lines}
   is_broken = IsNaN (real)
   values = Where (is_broken, infinity, real)
   top = ReduceMax <keepdims = 1> (values, two)
@@ -111,10 +113,16 @@ ScoreDrafts <vocab_size, feature_bound, temperature_floor>
 }}
 """
 
+_MASK_LINES = """
+  real_mask = Slice (allowed_mask, zero, end, one)
+  allowed = Unsqueeze (real_mask, one)
+  forbidden_value = Neg (infinity)
+  real = Where (allowed, real_unmasked, forbidden_value)"""
+
 _TRIM_DRAFTS = """
 <opset_import: ["" : {opset}], domain: "{domain}">
 TrimDrafts (confidence, draft_lens, base_lens, min_verify_lens, draft_budget)
-    => (survival, verify_lens, cu_seqlens) {{
+    => (survival, verify_lens, cu_seqlens, pack_index) {{
   zero = Constant <value_ints = [0]> ()
   one = Constant <value_ints = [1]> ()
   minus_one = Constant <value_ints = [-1]> ()
@@ -181,6 +189,26 @@ TrimDrafts (confidence, draft_lens, base_lens, min_verify_lens, draft_budget)
   row_lens = Add (base_lens, verify_lens)
   ends = CumSum (row_lens, scalar_zero)
   cu_seqlens = Concat <axis = 0> (i_zero_1d, ends)
+
+  stride = Constant <value = int32 {{{stride}}}> ()
+  i_minus_one = Constant <value = int32 {{-1}}> ()
+  num_rows_1d = Shape (base_lens)
+  num_rows = Squeeze (num_rows_1d, zero)
+  capacity = Add (num_slots, num_rows)
+  packed_64 = Range (scalar_zero, capacity, scalar_one)
+  packed = Cast <to = 6> (packed_64)
+  packed_column = Unsqueeze (packed, one)
+  end_row = Unsqueeze (ends, zero)
+  is_past = GreaterOrEqual (packed_column, end_row)
+  past = Cast <to = 6> (is_past)
+  row = ReduceSum <keepdims = 0> (past, one)
+  start = Gather (cu_seqlens, row)
+  offset = Sub (packed, start)
+  first = Mul (row, stride)
+  index = Add (first, offset)
+  num_rows_32 = Cast <to = 6> (num_rows)
+  is_packed = Less (row, num_rows_32)
+  pack_index = Where (is_packed, index, i_minus_one)
 }}
 """
 
@@ -253,16 +281,26 @@ TRT_Attention <causal_kind> (q, k, v, mask, q_lens, kv_lens) => (y) {{
 """
 
 
-def score_drafts_function() -> FunctionProto:
+def score_drafts_function(*, has_allowed_mask: bool = False) -> FunctionProto:
     """``ScoreDrafts(draft_logits [R,P,V], temperature [R], coefficients [1+K], position [1] int32,
-    draft_lens [R] int32) → features [R,P,1] f32, confidence [R,P] f32``; attributes ``vocab_size``,
-    ``feature_bound`` and ``temperature_floor``."""
-    return _parse(_SCORE_DRAFTS, DOMAIN)
+    draft_lens [R] int32[, allowed_mask [R,V] bool]) → features [R,P,1] f32, confidence [R,P] f32``;
+    attributes ``vocab_size``, ``feature_bound`` and ``temperature_floor``.
+
+    A function body cannot ask whether an optional input is there, so a file holds the one form it needs.
+    """
+    return _parse(
+        _SCORE_DRAFTS,
+        DOMAIN,
+        mask_input=", allowed_mask" if has_allowed_mask else "",
+        masked="_unmasked" if has_allowed_mask else "",
+        mask_lines=_MASK_LINES if has_allowed_mask else "",
+    )
 
 
 def trim_drafts_function(num_positions: int) -> FunctionProto:
     """``TrimDrafts(confidence [R,K] f32, draft_lens, base_lens, min_verify_lens [R] int32, draft_budget
-    [1] int32) → survival [R,K] f32, verify_lens [R] int32, cu_seqlens [R+1] int32``.
+    [1] int32) → survival [R,K] f32, verify_lens [R] int32, cu_seqlens [R+1] int32, pack_index
+    [R·(K+1)] int32``; ``pack_index`` has the stride K + 1 and is defined where base_lens ≤ 1.
 
     K is fixed, because the product over positions is written out; R·K ≤ ``MAX_TRIM_SLOTS``.
     """
@@ -282,6 +320,7 @@ def trim_drafts_function(num_positions: int) -> FunctionProto:
         _TRIM_DRAFTS,
         DOMAIN,
         num_positions=num_positions,
+        stride=num_positions + 1,
         positions=", ".join(map(str, range(num_positions))),
         tiny=repr(float(np.finfo(np.float32).tiny)),
         products="\n".join(lines),

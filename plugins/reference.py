@@ -91,6 +91,40 @@ def score_drafts(
     return features, np.where(scored, confidence, np.asarray(0, dtype))
 
 
+def law_features(
+    draft_logits: ArrayLike,
+    temperature: ArrayLike,
+    *,
+    vocab_size: int,
+    feature_bound: float = 15.0,
+    temperature_floor: float = 0.5,
+    dtype: DTypeLike = np.float32,
+) -> Floats:
+    """Two more features of the law that a draft is drawn from, before it is drawn: [R, P, 2].
+
+    The log-odds between the two likeliest tokens, at most ``feature_bound``, and the entropy in nats; of
+    the same softmax as the feature of ``score_drafts``, whose arguments these are. Both are 0 where a row
+    cannot be scored.
+    """
+    logits = np.asarray(draft_logits).astype(dtype)
+    check_vocabulary(vocab_size, logits.shape[2])
+    features = np.zeros((*logits.shape[:2], 2), dtype)
+    for row, i in np.ndindex(*logits.shape[:2]):
+        scale = np.asarray(temperature, dtype)[row]
+        scale = np.asarray(1.0 if scale == 0 else np.maximum(scale, temperature_floor), dtype)
+        values = logits[row, i, :vocab_size]
+        top = int(np.argmax(values))
+        if not np.isfinite(values[top]) or np.isnan(scale):
+            continue
+        below = (values - values[top]) / scale
+        second = np.delete(below, top).max(initial=-np.inf)
+        weights = np.exp(below)
+        total = weights.sum()
+        terms = weights[weights > 0] * below[weights > 0]
+        features[row, i] = min(-second, feature_bound), np.log(total) - terms.sum() / total
+    return features
+
+
 def score_features(
     features: ArrayLike,
     coefficients: ArrayLike,
@@ -232,26 +266,36 @@ def label_drafts(
 def accumulate_statistics(
     features: ArrayLike, labels: ArrayLike, coefficients: ArrayLike
 ) -> NDArray[np.float64]:
-    """What the estimator's refit needs to know about one round: [K, 6] float64.
+    """What the estimator's refit needs to know about one round: [K, n(F)] float64.
 
-    Per position, with p = σ(ω f + β) from the ``coefficients`` given and the curvature weight
-    w = max(p(1−p), 1/8): a = Σ w f², b = Σ w f, c = Σ w, g0 = Σ (y−p) f, g1 = Σ (y−p) and the count n.
-    Requests are added one after another, so equal rounds give equal bits. A non-finite feature or label
-    is skipped.
+    Per position, with p = σ(Σ ω_i f_i + β) from the ``coefficients`` given and the curvature weight
+    w = max(p(1−p), 1/8): the upper triangle of a = Σ w f fᵀ row by row, b = Σ w f, c = Σ w,
+    g0 = Σ (y−p) f, g1 = Σ (y−p) and the count n; n(F) = F(F+1)/2 + 2F + 3, 6 for one feature.
+    Requests are added one after another, so equal rounds give equal bits. A draft with a non-finite
+    feature or label is skipped.
 
-    Args: features [R, K, 1]; labels [R, K]; coefficients [1 + K].
+    Args: features [R, K, F]; labels [R, K]; coefficients [F + K].
     """
-    f = np.asarray(features, np.float64)[:, :, 0]
+    f = np.asarray(features, np.float64)
     y = np.asarray(labels, np.float64)
-    known = np.isfinite(f) & np.isfinite(y)
-    f, y = np.where(known, f, 0), np.where(known, y, 0)
-    p = score_features(f[:, :, None], coefficients, 0, dtype=np.float64)
+    known = np.isfinite(f).all(axis=2) & np.isfinite(y)
+    f, y = np.where(known[:, :, None], f, 0), np.where(known, y, 0)
+    p = score_features(f, coefficients, 0, dtype=np.float64)
     w = np.maximum(p * (1 - p), CURVATURE_FLOOR)
-    terms = np.stack([w * f * f, w * f, w, (y - p) * f, y - p, np.ones_like(p)], axis=-1)
+    slots = range(f.shape[2])
+    columns = [w * f[:, :, i] * f[:, :, j] for i in slots for j in slots if i <= j]
+    columns += [*(w * f[:, :, i] for i in slots), w]
+    columns += [*((y - p) * f[:, :, i] for i in slots), y - p, np.ones_like(p)]
+    terms = np.stack(columns, axis=-1)
     statistics = np.zeros(terms.shape[1:], np.float64)
     for row in range(terms.shape[0]):
         statistics += np.where(known[row, :, None], terms[row], 0)
     return statistics
+
+
+def num_statistics(num_features: int) -> int:
+    """Sums per position: upper triangle of a, then b, c, g0, g1, n."""
+    return num_features * (num_features + 1) // 2 + 2 * num_features + 3
 
 
 def check_vocabulary(vocab_size: int, num_columns: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trtllm_av.plugins import cpu_score, cpu_training, cpu_trim
 from trtllm_av.plugins.cpu_score import arithmetic_dtype
+from trtllm_av.plugins.reference import num_statistics
 
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
@@ -59,6 +60,19 @@ def _score_drafts_shapes(
 def _score_features_shapes(features: Tensor, coefficients: Tensor, position: Tensor) -> Tensor:
     _require("position", position, (1,), is_int=True)
     return features.new_empty(features.shape[:2], dtype=arithmetic_dtype(features))
+
+
+def _law_features_shapes(
+    draft_logits: Tensor,
+    temperature: Tensor,
+    *,
+    vocab_size: int,
+    feature_bound: float = 15.0,
+    temperature_floor: float = 0.5,
+) -> Tensor:
+    rows, scored, _ = draft_logits.shape
+    _require("temperature", temperature, (rows,))
+    return draft_logits.new_empty((rows, scored, 2), dtype=arithmetic_dtype(draft_logits))
 
 
 def _check_trim_drafts(
@@ -119,9 +133,10 @@ def _label_drafts_shapes(
 
 def _accumulate_statistics_shapes(features: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:
     rows, positions = labels.shape
-    _require("features", features, (rows, positions, 1))
-    _require("coefficients", coefficients, (1 + positions,))
-    return features.new_empty((positions, 6), dtype=torch.float64)
+    num_features = features.shape[2]
+    _require("features", features, (rows, positions, num_features))
+    _require("coefficients", coefficients, (num_features + positions,))
+    return features.new_empty((positions, num_statistics(num_features)), dtype=torch.float64)
 
 
 def _register(
@@ -147,6 +162,7 @@ def _register(
 
 score_drafts = _register(cpu_score.score_drafts, _score_drafts_shapes)
 score_features = _register(cpu_score.score_features, _score_features_shapes)
+law_features = _register(cpu_score.law_features, _law_features_shapes)
 trim_drafts = _register(cpu_trim.trim_drafts, _trim_drafts_shapes, _check_trim_drafts)
 pack_drafts = _register(cpu_trim.pack_drafts, _pack_drafts_shapes)
 label_drafts = _register(cpu_training.label_drafts, _label_drafts_shapes)

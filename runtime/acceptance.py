@@ -28,12 +28,15 @@ class Acceptance:
 
     ``accepted_lens`` [R] int64 ≤ ``verify_lens``; ``next_tokens`` [R] int64, the token behind the
     accepted drafts; ``overlap`` [R], in the dtype of the target's laws: Σ min(p, q) at the first trimmed
-    position where all verified drafts were accepted and some were trimmed, NaN elsewhere.
+    position where all verified drafts were accepted and some were trimmed, NaN elsewhere; ``overlaps``
+    [R, K]: the same at every judged position (those up to the first rejection), NaN elsewhere; None unless
+    asked for.
     """
 
     accepted_lens: Tensor
     next_tokens: Tensor
     overlap: Tensor
+    overlaps: Tensor | None = None
 
 
 def accept_drafts(
@@ -45,6 +48,8 @@ def accept_drafts(
     verify_lens: Tensor,
     keys: KeyMaker,
     source: RandomSource,
+    *,
+    has_overlaps: bool = False,
 ) -> Acceptance:
     """Judge the verified drafts of R live rows.
 
@@ -52,7 +57,7 @@ def accept_drafts(
     ``cu_seqlens[r] + verify_lens[r]`` gives the bonus token; ``cu_seqlens`` [R+1]; ``draft_tokens``
     [R, K] (entries behind ``draft_lens`` are ignored); ``drafts``: per drafted position the R laws that
     its tokens were drawn from; ``draft_lens``, ``verify_lens`` [R], at most ``len(drafts)``; ``keys``
-    makes the random keys of given rows and positions of this round.
+    makes the random keys of given rows and positions of this round; ``has_overlaps`` asks for those.
 
     Only live rows that sample may be passed (``base_lens`` 1): a dead row owns no packed row and would
     read its neighbour's. ValueError if ``cu_seqlens`` does not hold ``verify_lens + 1`` rows each.
@@ -85,7 +90,17 @@ def accept_drafts(
         overlap[trimmed] = overlap_mass(
             decisive.rows(trimmed), drafts, trimmed, verify_lens[trimmed]
         )
-    return Acceptance(accepted_lens, next_tokens, overlap)
+    overlaps = None
+    if has_overlaps:
+        overlaps = overlap.new_full(draft_tokens.shape, torch.nan)
+        is_judged = torch.arange(draft_tokens.shape[1]) < torch.minimum(
+            accepted_lens + 1, verify_lens
+        ).unsqueeze(1)
+        row, position = torch.nonzero(is_judged, as_tuple=True)
+        if row.numel():
+            judges = target.rows(start[row] + position)
+            overlaps[row, position] = overlap_mass(judges, drafts, row, position)
+    return Acceptance(accepted_lens, next_tokens, overlap, overlaps)
 
 
 def _count_accepted(

@@ -72,9 +72,10 @@ class RequestOutput:
 class LLM:
     """A target model, its drafter and the engine that decodes with both.
 
-    ``model``: ``"smollm2"``, a local Hugging Face folder, or a loaded model (several LLMs may share it).
+    ``model``: ``"smollm2"``, a local Hugging Face folder, an engine directory of ``trtllm-av-build``, or a
+    loaded model (several LLMs may share it).
     ``speculative_config`` None decodes without drafts; a mapping takes the keys of SpeculativeConfig.
-    ``dtype`` None means that of a loaded model, else float32. ``cost_table`` replaces the measured step
+    Sizes and ``dtype`` that are None are those of ``load_engine``. ``cost_table`` replaces the measured step
     costs. Raises UsageError for wrong or unknown arguments, CheckpointError and CostTableError for files
     that cannot be used.
     """
@@ -84,11 +85,12 @@ class LLM:
         model: str | Path | LoadedModel,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         *,
-        max_batch_size: int = 8,
+        max_batch_size: int | None = None,
         max_seq_len: int | None = None,
         dtype: str | None = None,
         cost_table: str | Path | dict[str, Any] | None = None,
-        prefill_chunk: int = 256,
+        prefill_chunk: int | None = None,
+        device: str = "cpu",
         **unknown: Any,
     ) -> None:
         for name, value in unknown.items():
@@ -114,6 +116,7 @@ class LLM:
             dtype=dtype,
             cost_table=cost_table,
             prefill_chunk=prefill_chunk,
+            device=device,
         )
         self._lock = threading.Lock()
         self._live: dict[int, RequestOutput] = {}

@@ -23,11 +23,16 @@ Int32 = NDArray[np.int32]
 
 
 class BudgetChoice(NamedTuple):
-    """``budget`` drafts to verify, floors included; the tokens expected from the round, and its ms."""
+    """``budget`` drafts to verify, floors included; the tokens expected from the round, and its ms.
+
+    ``uniform_tokens`` and ``uniform_ms`` are those of a round that verifies all it drafts.
+    """
 
     budget: int
     expected_tokens: float
     cost_ms: float
+    uniform_tokens: float
+    uniform_ms: float
 
     @property
     def tokens_per_ms(self) -> float:
@@ -104,10 +109,13 @@ def find_budgets(
 
     choices = []
     for index, first_best in enumerate(rate.argmax(axis=1).tolist()):
+        full = num_valid[index] - num_floored
         # Within a bucket E/C cannot fall, so its end is as good as the first maximum.
         bucket_end = cost_model.bucket(least + first_best) - base_tokens
         budget = min(bucket_end, num_valid[index])
         tokens = float(expected[index, budget - num_floored])
         cost_ms = float(verify_ms[budget - num_floored]) + draft_ms[index]
-        choices.append(BudgetChoice(budget, tokens, cost_ms))
+        uniform_tokens = float(expected[index, full])
+        uniform_ms = float(verify_ms[full]) + draft_ms[index]
+        choices.append(BudgetChoice(budget, tokens, cost_ms, uniform_tokens, uniform_ms))
     return choices

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def run(
     model: Annotated[
-        str, typer.Option(help="smollm2, or a local Hugging Face directory (Llama family).")
+        str,
+        typer.Option(
+            help="smollm2, a local Hugging Face directory (Llama family), or an engine directory."
+        ),
     ] = "smollm2",
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; give it again for more.")
@@ -47,7 +51,10 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Prompt i (from 0) draws with seed + i; default: random.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts decoded at once; default: 8, or what an engine holds."),
+    ] = None,
     speculative_config: Annotated[
         str | None,
         typer.Option(
@@ -57,16 +64,28 @@ def run(
     cost_table: Annotated[
         Path | None, typer.Option(help="Measured step costs; default: measure at start.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda (bfloat16); an engine directory names its own.")
+    ] = "cpu",
     compare: Annotated[
         bool, typer.Option("--compare", help="Run none, fixed and adaptive on the same prompts.")
     ] = False,
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of the modes in --compare.")] = 1,
+    record: Annotated[
+        Path | None, typer.Option(help="Write every round to this file, for trtllm-av-bench.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Serve Prometheus metrics there while running."),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Generate text with speculative decoding whose verification adapts to load and acceptance."""
     if repetitions != 1 and not compare:
         raise UsageError(f"--repetitions {repetitions} has no use without --compare; leave it out")
+    if compare and (record is not None or metrics_port is not None):
+        raise UsageError("--record and --metrics-port watch one engine; leave --compare out")
     speculative = SpeculativeConfig.from_json(speculative_config or "{}")
     records = _read_records(prompt, input_file, use_demo=compare)
     common = {
@@ -84,21 +103,27 @@ def run(
     from trtllm_av.runtime.api import LLM
     from trtllm_av.runtime.cli_tables import show_status
     from trtllm_av.runtime.compare import load_modes
+    from trtllm_av.runtime.engines.engine_directory import is_engine
     from trtllm_av.runtime.models.checkpoint import load_checkpoint
 
+    is_built = is_engine(Path(model))
+    if is_built and compare:
+        raise UsageError(
+            f"--compare loads one checkpoint three times, {model!r} is an engine; give its checkpoint"
+        )
     with show_status(f"loading {model} and measuring step costs", is_quiet=as_json):
-        loaded = load_checkpoint(model)
+        sizes: dict[str, Any] = {"max_batch_size": concurrency, "device": device}
         if compare:
-            llms = load_modes(
-                loaded, speculative, max_batch_size=concurrency, cost_table=cost_table
-            )
+            loaded = load_checkpoint(model)
+            llms = load_modes(loaded, speculative, cost_table=cost_table, **sizes)
             llm = llms["adaptive"]
         else:
-            llm = LLM(loaded, speculative, max_batch_size=concurrency, cost_table=cost_table)
+            llm = LLM(model, speculative, cost_table=cost_table, **sizes)
     prompts = [_prompt(llm, record, is_raw=raw) for record in records]
     if compare:
         _compare(llms, model, prompts, params, repetitions, as_json=as_json)
-    else:
+        return
+    with _watch(llm, record, metrics_port):
         _generate(llm, model, records, prompts, params, as_json=as_json)
 
 
@@ -154,6 +179,21 @@ def _prompt(llm: LLM, record: PromptRecord, *, is_raw: bool) -> Prompt:
     if is_raw or not llm.has_chat_template:
         return record.prompt
     return llm.apply_chat_template(record.prompt)
+
+
+@contextlib.contextmanager
+def _watch(llm: LLM, record: Path | None, metrics_port: int | None) -> Iterator[None]:
+    """Record the engine's rounds and serve its metrics, as far as asked, while the body runs."""
+    with contextlib.ExitStack() as stack:
+        if metrics_port is not None:
+            from trtllm_av.runtime.prometheus import start_exporter
+
+            stack.callback(start_exporter({"trtllm-av-run": llm.report}, metrics_port))
+        if record is not None:
+            from trtllm_av.runtime.run_history import RunRecorder
+
+            stack.enter_context(RunRecorder(llm.engine, record))
+        yield
 
 
 def _generate(

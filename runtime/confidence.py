@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from trtllm_av.runtime.estimator import cold_coefficients
 
 COLD_FEATURE = 2.2  # typical log-odds of the top draft token, until a position was scored
+PRIOR_ROWS = 2.0  # rows that the running mean counts as, beside those of a forecast
 HORIZON = 64.0  # rows that a running mean remembers: the last round at R = 64
 _COLD_WEIGHT = 1e-9  # of the cold start in a running mean: nothing, once there is a row
 
@@ -42,8 +43,12 @@ class SurvivalHistory:
         self.set_coefficients(cold_coefficients(num_positions))
 
     def set_coefficients(self, coefficients: NDArray[np.float32]) -> None:
-        """Take the estimator's ``coefficients`` [1+K], for positions that were never drafted."""
-        log_odds = coefficients[0] * COLD_FEATURE + coefficients[1:].astype(np.float64)
+        """Take the estimator's ``coefficients`` [F+K], for positions that were never drafted.
+
+        Features beside the first count as 0 there.
+        """
+        intercepts = coefficients[coefficients.size - len(self._survival) :]
+        log_odds = coefficients[0] * COLD_FEATURE + intercepts.astype(np.float64)
         self._cold_confidence: Float64 = 1.0 / (1.0 + np.exp(-log_odds))
 
     def admit(self, slot: int) -> None:
@@ -73,6 +78,16 @@ class SurvivalHistory:
             survival[:, is_new] = self.mean_survival()[:, None]
         return survival.T
 
+    def forecast(self, slots: Ints) -> Floats:
+        """[R,K] survival to plan with: each row's own, drawn towards the running mean where rows are few.
+
+        One round's survival is a noisy forecast of the next one's. Over many rows the noise averages out and
+        their spread is what a budget needs; a batch of one row would follow it from depth to depth.
+        """
+        own = self.survival(slots)
+        share = PRIOR_ROWS / (len(own) + PRIOR_ROWS)
+        return own + (share * (self.mean_survival() - own)).astype(own.dtype)
+
     def mean_confidence(self) -> Float64:
         """[K] running mean of the confidences; the cold start where there are none."""
         counts, confidence, _ = self._sums
@@ -82,10 +97,13 @@ class SurvivalHistory:
     def mean_survival(self) -> Float64:
         """[K] running mean of the survival; S_(i−1) × mean confidence where there is none."""
         counts, _, survival = self._sums
+        # Positions are averaged over different rounds, so a deeper mean may come out higher.
+        if counts.all():
+            falling = np.minimum.accumulate(np.minimum(survival / counts, 1.0))
+            return np.asarray(falling, np.float64)
         means = self.mean_confidence()
         before = 1.0
         for i in range(means.size):
-            # Positions are averaged over different rounds, so a deeper mean may come out higher.
             has_data = counts[i] > 0
             means[i] = min(before, survival[i] / counts[i]) if has_data else before * means[i]
             before = means[i]

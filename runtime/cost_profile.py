@@ -152,13 +152,13 @@ def load_or_measure(
             logger.info("measuring step costs again: %s lacks sizes of this engine", path)
     table = measure_costs(verify, draft, sizes, key, clock=clock)
     try:
-        _write_whole(path, json.dumps(table.to_json(), indent=1))
+        write_whole(path, json.dumps(table.to_json(), indent=1))
     except OSError as error:
         logger.warning("step costs are not cached (%s); they are measured at every start", error)
     return table
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write ``path`` so that a reader sees the old content or the new, whatever happens."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")

@@ -36,7 +36,9 @@ class Decision(NamedTuple):
 
     ``depth`` binds adaptive rows. ``draft_lens`` and ``min_verify_lens`` [R] int32 are what each row
     drafts and what of it is verified in any case; ``budget`` counts the latter. ``expected_tokens`` and
-    ``cost_ms`` are of the whole round. ``probe_row`` is −1 unless ``is_probe``.
+    ``cost_ms`` are of the whole round. ``probe_row`` is −1 unless ``is_probe``. ``is_uniform``: all drafts
+    are verified, because trimming them would gain too little. ``explored_rows`` have a floor for the sake of
+    labels.
     """
 
     depth: int
@@ -47,19 +49,26 @@ class Decision(NamedTuple):
     cost_ms: float
     is_probe: bool
     probe_row: int
+    is_uniform: bool = False
+    explored_rows: int = 0
 
 
 class DepthController:
     """Keeps d and the probe schedule between rounds.
 
     ``num_probes`` and ``probe_ms`` report how many rounds were probes, and their modelled cost.
+    ``min_gain`` is the share by which the best budget has to beat the best depth at which everything is
+    verified; below it the round takes the latter. Both are forecasts from earlier rounds.
     """
 
-    def __init__(self, cost_model: CostModel, *, dtype: DTypeLike = np.float32) -> None:
+    def __init__(
+        self, cost_model: CostModel, *, min_gain: float = 0.0, dtype: DTypeLike = np.float32
+    ) -> None:
         self.num_probes = 0
         self.probe_ms = 0.0
         self.probe_period = MIN_PROBE_PERIOD
         self._cost_model = cost_model
+        self._min_gain = min_gain
         self._dtype = dtype
         self._depth: int | None = None
         self._turn = 0
@@ -94,25 +103,29 @@ class DepthController:
         self._rounds_to_probe -= 1
         is_probe = deepest > 0 and self._rounds_to_probe <= 0
         probe_row = -1
+        is_uniform = False
         if not is_probe or self._depth is None:
             depths = self._depths_to_try(deepest)
-            depth, choice = self._take_best(depths, find(floors, depths), deepest)
+            depth, choice, is_uniform = self._take_best(depths, find(floors, depths), deepest)
         if is_probe:
+            is_uniform = False
             depth = self._probe_depth(deepest)
             probe_row = self._take_probe_row(is_adaptive)
             floors = floors.copy()
             floors[probe_row] = min(depth, int(draft_limits[probe_row]))
             (choice,) = find(floors, (depth,))
             self._count_probe(choice.cost_ms)
+        draft_lens = lens_at_depth(draft_limits, floors, depth)
         return Decision(
             depth=depth,
-            budget=choice.budget,
-            draft_lens=lens_at_depth(draft_limits, floors, depth),
-            min_verify_lens=floors,
-            expected_tokens=choice.expected_tokens,
-            cost_ms=choice.cost_ms,
+            budget=int(np.add.reduce(draft_lens)) if is_uniform else choice.budget,
+            draft_lens=draft_lens,
+            min_verify_lens=draft_lens if is_uniform else floors,
+            expected_tokens=choice.uniform_tokens if is_uniform else choice.expected_tokens,
+            cost_ms=choice.uniform_ms if is_uniform else choice.cost_ms,
             is_probe=is_probe,
             probe_row=probe_row,
+            is_uniform=is_uniform,
         )
 
     def observe(self, expected_accepted: float, variance: float, actual_accepted: float) -> None:
@@ -127,14 +140,23 @@ class DepthController:
 
     def _take_best(
         self, depths: Sequence[int], choices: Sequence[BudgetChoice], deepest: int
-    ) -> tuple[int, BudgetChoice]:
-        """The best of ``depths``; d moves there."""
+    ) -> tuple[int, BudgetChoice, bool]:
+        """The best of ``depths``, and True if everything is to be verified there; d moves there."""
         # On equal rates the first one, the present depth, stays.
         best = max(range(len(depths)), key=lambda index: choices[index].tokens_per_ms)
+        is_uniform = False
+        if self._min_gain > 0.0:
+            plain = max(
+                range(len(depths)),
+                key=lambda index: choices[index].uniform_tokens / choices[index].uniform_ms,
+            )
+            rate = choices[plain].uniform_tokens / choices[plain].uniform_ms
+            is_uniform = choices[best].tokens_per_ms < (1.0 + self._min_gain) * rate
+            best = plain if is_uniform else best
         if deepest > 0 and (self._depth is None or best > 0):
             self._depth = depths[best]
             self._turn = 0
-        return depths[best], choices[best]
+        return depths[best], choices[best], is_uniform
 
     def _depths_to_try(self, deepest: int) -> Sequence[int]:
         """The present depth first; ``deepest`` 0 leaves no other."""

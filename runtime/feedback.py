@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from trtllm_av.plugins import torch_ops
+from trtllm_av.runtime.calibration import CalibrationBins
 from trtllm_av.runtime.depth import DepthController
 from trtllm_av.runtime.estimator import AcceptanceEstimator
 
@@ -42,11 +43,18 @@ def accepted_moments(
     return float(means.sum()), float(squares - means @ means)
 
 
+def soften(labels: NDArray[np.floating[Any]], overlaps: NDArray[np.floating[Any]]) -> None:
+    """Put ``overlaps`` [R,K] in the place of ``labels`` [R,K] wherever both are known."""
+    np.copyto(labels, overlaps, where=~np.isnan(labels) & ~np.isnan(overlaps))
+
+
 class RoundFeedback:
     """Collects rounds of at most ``max_requests`` rows for ``estimator`` and ``controller``.
 
-    ``expected_accepted`` and ``actual_accepted`` add up over all checked rounds. ``dtype`` is that of
-    features, confidence and overlap.
+    ``expected_accepted`` and ``actual_accepted`` add up over all checked rounds; ``calibration`` compares
+    confidences with labels. ``dtype`` is that of
+    features, confidence and overlap. ``has_soft_labels``: judged positions are labelled Σ min(p, q), the
+    chance that a draft is accepted there, instead of what became of the draft.
     """
 
     def __init__(
@@ -56,18 +64,25 @@ class RoundFeedback:
         max_requests: int,
         *,
         dtype: DTypeLike = np.float32,
+        has_soft_labels: bool = False,
     ) -> None:
         self.expected_accepted = 0.0
         self.actual_accepted = 0
+        self.calibration = CalibrationBins()
         self._estimator = estimator
         self._controller = controller
         self._num_rounds = 0
         self._num_rows = 0
         capacity = _ROUNDS * max_requests
         # NumPy, not torch: copying a slice costs a fraction of a torch call.
-        self._features = np.empty((capacity, estimator.num_positions, 1), dtype)
+        self._features = np.empty(
+            (capacity, estimator.num_positions, estimator.num_features), dtype
+        )
         self._confidence = np.empty((capacity, estimator.num_positions), dtype)
         self._overlap = np.empty(capacity, dtype)
+        self._overlaps = (
+            np.empty((capacity, estimator.num_positions), dtype) if has_soft_labels else None
+        )
         # draft_lens, verify_lens, accepted_lens, trainable_lens
         self._lens = np.empty((4, capacity), np.int32)
 
@@ -80,15 +95,20 @@ class RoundFeedback:
         accepted_lens: Tensor,
         trainable_lens: Tensor,
         overlap: Tensor,
+        overlaps: Tensor | None = None,
     ) -> None:
         """Copy a finished round of R rows; the arguments are those of ``label_drafts``.
 
-        ``features`` [R,K,1] and ``confidence`` [R,K] as scored, the lengths [R] int32, ``overlap`` [R].
+        ``features`` [R,K,F] and ``confidence`` [R,K] as scored, the lengths [R] int32, ``overlap`` [R];
+        ``overlaps`` [R,K] at judged positions, needed for soft labels.
         """
         first, last = self._num_rows, self._num_rows + overlap.numel()
         self._features[first:last] = features.numpy()
         self._confidence[first:last] = confidence.numpy()
         self._overlap[first:last] = overlap.numpy()
+        if self._overlaps is not None:
+            assert overlaps is not None
+            self._overlaps[first:last] = overlaps.numpy()
         lens = self._lens[:, first:last]
         lens[0] = draft_lens.numpy()
         lens[1] = verify_lens.numpy()
@@ -121,6 +141,9 @@ class RoundFeedback:
             num_positions=self._estimator.num_positions,
             confidence=torch.from_numpy(confidence),
         )
+        self.calibration.add(confidence, labels.numpy())
+        if self._overlaps is not None:
+            soften(labels.numpy(), self._overlaps[:rows])
         statistics = torch_ops.accumulate_statistics(
             torch.from_numpy(self._features[:rows]),
             labels,

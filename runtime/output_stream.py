@@ -89,6 +89,10 @@ class OutputStream:
         pieces.append(self._decode(undecoded))
         return Emission(len(token_ids), "".join(pieces))
 
+    def skip(self, num_tokens: int) -> None:
+        """Count tokens that were judged elsewhere to hold no end; only where no text is asked for."""
+        self._num_tokens += num_tokens
+
     def flush(self) -> str:
         """All text still held back, for a request that ends from outside (cancelled); "" after an end."""
         if self._end is not None:

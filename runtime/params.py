@@ -23,6 +23,8 @@ from pydantic import (
 from trtllm_av.runtime.errors import UsageError
 
 AvMode = Literal["adaptive", "shadow", "fixed", "off"]
+ConfidenceSource = Literal["auto", "head", "estimator", "recalibrated", "head_then_estimator"]
+ExtraFeature = Literal["tail", "top2_gap", "entropy", "recent_acceptance"]
 
 _MAX_TEMPERATURE = 1e6  # flat for any logits; float32 holds it
 _MAX_TOP_K = 2**31 - 1
@@ -41,6 +43,13 @@ REFUSED = {
     "pipeline_parallel_size": "a model runs in one process; start one engine per process",
     "quant_config": "quantised weights are not implemented; use an unquantised checkpoint",
 }
+
+
+#: Keys of SpeculativeConfig that say how verification adapts.
+_ADAPTIVE_KEYS = (
+    *("confidence_source", "extra_features", "soft_labels", "discount", "feature_bound"),
+    *("temperature_floor", "keep_coefficients", "exploration", "min_gain", "early_stop"),
+)
 
 
 def describe_validation_error(error: ValidationError) -> str:
@@ -174,6 +183,23 @@ class SpeculativeConfig(_Strict):
     ``skip_layers`` (layer_skip only) lists the target layers that the drafter leaves out.
     ``av_mode``: ``adaptive`` trims, ``shadow`` decides and counts but verifies everything, ``fixed``
     verifies everything, ``off`` does not draft.
+    ``confidence_source``: the drafter's own ``head``, the ``estimator``, the estimator with the head's
+    logit as its feature (``recalibrated``), or the head at the first position and the estimator behind it
+    (``head_then_estimator``); ``auto`` takes the head where the drafter has one, else the estimator.
+
+    The estimator's further features, fit and score: ``extra_features``, each with a slope of its own, are
+    −log(1 − q_max), which bends the law where the draft is unsure (``tail``), the log-odds between the draft
+    law's two likeliest tokens, its entropy, and the request's own acceptance in earlier rounds;
+    ``soft_labels`` trains every judged position on Σ min(p, q) instead of 1 or 0 (the first trimmed one
+    always does); ``discount`` is the weight that labels keep at a refit;
+    ``feature_bound`` clamps log-odds, and ``temperature_floor`` is the least temperature of a score.
+    ``keep_coefficients`` saves the fit in the cache folder and starts from it the next time.
+
+    What a round verifies: ``exploration`` is the share of the expected tokens that may be given up to
+    verify positions that got few labels, in place of the admitted drafts that are least likely to survive;
+    ``min_gain`` is the relative gain in tokens per ms below which a round verifies all that it drafts,
+    which is cheaper on executors with a uniform path; ``early_stop`` ends an autoregressive draft
+    when no row's survival can pay for another step any more.
     """
 
     method: str | None = None
@@ -183,6 +209,16 @@ class SpeculativeConfig(_Strict):
     enable_adaptive_verification: bool = True
     av_mode: AvMode | None = None
     skip_layers: list[StrictInt] | None = None
+    confidence_source: ConfidenceSource = "auto"
+    extra_features: list[ExtraFeature] = Field(default_factory=list)
+    soft_labels: bool = False
+    discount: float = Field(default=0.0, ge=0.0, lt=1.0)
+    feature_bound: float = Field(default=15.0, ge=1.0, le=40.0)
+    temperature_floor: float = Field(default=0.5, gt=0.0, le=1.0)
+    keep_coefficients: bool = False
+    exploration: float = Field(default=0.0, ge=0.0, le=0.01)
+    min_gain: float = Field(default=0.0, ge=0.0, le=1.0)
+    early_stop: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
@@ -192,9 +228,18 @@ class SpeculativeConfig(_Strict):
                 "num_speculative_tokens=0 leaves nothing to adapt; raise it or set av_mode to 'off'"
             )
         if self.method is None and self.model is not None:
-            raise ValueError(f"model={self.model!r} needs a method: 'draft_model' or 'eagle'")
+            raise ValueError(
+                f"model={self.model!r} needs a method: 'draft_model', 'eagle', 'mtp', 'dflash' or 'dspark'"
+            )
         if self.av_mode == "adaptive" and not self.enable_adaptive_verification:
             raise ValueError("av_mode='adaptive' contradicts enable_adaptive_verification=false")
+        if mode in ("fixed", "off"):
+            for name in _ADAPTIVE_KEYS:
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(
+                        f"{name}={value!r} has no use in av_mode {mode!r}; leave it out"
+                    )
         return self
 
     @property

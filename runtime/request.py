@@ -7,14 +7,14 @@ target's cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trtllm_av.runtime.output_stream import FinishReason, OutputStream
 from trtllm_av.runtime.params import SamplingParams
 from trtllm_av.runtime.token_rules import TokenRules
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one step added to one request; ``token_ids`` and ``text`` are the new ones only.
 
     ``drafted``, ``verified``, ``accepted``: this step's drafts of the request, counted like RoundReport's.

@@ -25,6 +25,7 @@ from trtllm_av.runtime.errors import RequestError
 from trtllm_av.runtime.metrics import RoundReport
 from trtllm_av.runtime.models.batch import PackedBatch
 from trtllm_av.runtime.models.drafters.base import DraftContext, Drafter
+from trtllm_av.runtime.observability import EngineObserver
 from trtllm_av.runtime.output_stream import OutputStream
 from trtllm_av.runtime.params import SamplingParams
 from trtllm_av.runtime.random_source import Purpose, RandomSource
@@ -35,7 +36,6 @@ from trtllm_av.runtime.step import (
     NO_TOKEN,
     DecodeRows,
     Round,
-    RoundOutcome,
     RoundPlan,
     mark_empty,
     token_logprobs,
@@ -81,6 +81,7 @@ class Engine:
             num_speculative_tokens=controller.num_positions,
             is_greedy_draft=is_greedy_draft,
             dtype=dtype,
+            options=controller.options,
         )
         margin = 2 * (controller.num_positions + 1)
         self.slots = SlotTable(executor.num_slots, max_seq_len + margin)
@@ -90,7 +91,7 @@ class Engine:
         self._by_id: dict[int, Request] = {}
         self._cancelled: list[Request] = []
         self._num_submitted = 0
-        self._report = RoundReport(controller.num_positions)
+        self.observer = EngineObserver(controller, executor.num_slots)
 
     @property
     def vocab_size(self) -> int:
@@ -111,12 +112,10 @@ class Engine:
 
     def report(self) -> RoundReport:
         """Totals since the last reset; the object goes on counting."""
-        self.controller.add_to(self._report)
-        return self._report
+        return self.observer.totals()
 
     def reset_report(self) -> None:
-        self.controller.add_to(self._report)  # what belongs to the old one
-        self._report = RoundReport(self.controller.num_positions)
+        self.observer.start_report()
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a request; RequestError if it can never be served."""
@@ -248,15 +247,14 @@ class Engine:
             event = self._emit(request, outcome.emitted[r], outcome.logprobs[r], counts)
             trainable_lens.append(0 if request.rules is not None else len(event.token_ids))
             events.append(event)
-        self._report.untrained_rows += sum(
+        self.observer.report.untrained_rows += sum(
             lens == 0 < drafted
             for lens, drafted in zip(trainable_lens, plan.draft_lens.tolist(), strict=True)
         )
         self.controller.observe(rows.slots.numpy(), plan, outcome, trainable_lens)
         self._refresh_drafter(requests, plan)
-        self._count(
-            plan, outcome, time.perf_counter() - started, sum(len(e.token_ids) for e in events)
-        )
+        emitted = sum(len(event.token_ids) for event in events)
+        self.observer.count(plan, outcome, time.perf_counter() - started, emitted)
         return events
 
     def _draft_limit(self, request: Request) -> int:
@@ -287,7 +285,7 @@ class Engine:
             # Without rules only logits that are all NaN or -inf leave nothing to emit.
             stuck = "no token is allowed" if request.rules is not None else "logits are not finite"
             finish_reason, stop_reason = "stop", stuck
-            self._report.fallbacks[stuck] += 1
+            self.observer.report.fallbacks[stuck] += 1
         self.slots.commit(request.slot, kept)
         request.output.extend(kept)
         if finish_reason is not None:
@@ -349,8 +347,8 @@ class Engine:
         if self.drafter is not None and self.drafter.reads_hidden:
             self.drafter.observe(batch.slots, batch.kv_lens, batch.cu_seqlens, hidden)
         events = self._first_tokens([requests[r] for r in done], logits) if done else []
-        self._report.prefill_seconds += time.perf_counter() - started
-        self._report.prefill_tokens += sum(len(chunk) for chunk in chunks)
+        self.observer.report.prefill_seconds += time.perf_counter() - started
+        self.observer.report.prefill_tokens += sum(len(chunk) for chunk in chunks)
         return events
 
     def _first_tokens(self, requests: list[Request], logits: torch.Tensor) -> list[TokenEvent]:
@@ -383,18 +381,5 @@ class Engine:
                 else None
             )
             events.append(self._emit(request, token, logprobs))
-        self._report.emitted += sum(len(event.token_ids) for event in events)
+        self.observer.report.emitted += sum(len(event.token_ids) for event in events)
         return events
-
-    def _count(self, plan: RoundPlan, outcome: RoundOutcome, seconds: float, emitted: int) -> None:
-        self._report.count_round(
-            draft_lens=plan.draft_lens.tolist(),
-            verify_lens=outcome.trim.verify_lens.tolist(),
-            accepted_lens=outcome.acceptance.accepted_lens.tolist(),
-            budget=plan.draft_budget,
-            is_probe=plan.is_probe,
-        )
-        if (decision := self.controller.last_decision) is not None:
-            self._report.decided_budget += decision.budget
-        self._report.emitted += emitted
-        self._report.decode_seconds += seconds

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtllm_av.plugins import torch_ops
 from trtllm_av.runtime.acceptance import Acceptance, accept_drafts
+from trtllm_av.runtime.adaptive_options import AdaptiveOptions
+from trtllm_av.runtime.confidence_source import ConfidenceScorer
+from trtllm_av.runtime.early_stop import is_hopeless
 from trtllm_av.runtime.engines.base import Executor
 from trtllm_av.runtime.models.batch import PackedBatch
 from trtllm_av.runtime.models.drafters.base import DraftContext, Drafter
+from trtllm_av.runtime.operations import DraftOperations, TorchOperations
 from trtllm_av.runtime.random_source import Purpose, RandomKeys, RandomSource
 from trtllm_av.runtime.sampling import Distribution, distribution, map_draft_logits
 from trtllm_av.runtime.token_rules import TokenRules
@@ -33,10 +36,13 @@ NO_TOKEN = -1
 class RoundPlan:
     """What the host fixed before the first draw, from rounds ≤ n−1.
 
-    ``draft_lens`` [R] int32: how many tokens each row drafts; ``min_verify_lens`` [R] int32: floors;
-    ``draft_budget``: drafts verified over all rows, floors included; ``coefficients`` [1+K] f32 of the
-    estimator, ``version`` theirs; ``is_probe``: depth is explored in this round; ``is_scored``: False where
-    every draft is verified and nobody asks for confidences, which then are 0.
+    ``draft_lens`` [R] int32: how many tokens each row drafts, cut by an early stop to what was drawn;
+    ``min_verify_lens`` [R] int32: floors; ``draft_budget``: drafts verified over all rows, floors included;
+    ``coefficients`` [F+K] f32 of the estimator, ``version`` theirs; ``is_probe``: depth is explored in this
+    round; ``is_scored``: False where every draft is verified and nobody asks for confidences, which then
+    are 0; ``is_uniform``: every draft is verified; ``explored_rows``: rows with a floor for labels' sake;
+    ``early_stop_survival``: drafting ends where every row's survival is below it (0: never);
+    ``recent_acceptance`` [R] f32 where it is a feature.
     """
 
     draft_lens: Tensor
@@ -46,6 +52,10 @@ class RoundPlan:
     version: int
     is_probe: bool = False
     is_scored: bool = True
+    is_uniform: bool = False
+    explored_rows: int = 0
+    early_stop_survival: float = 0.0
+    recent_acceptance: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -79,12 +89,16 @@ class DecodeRows:
 
 @dataclass(slots=True)
 class Drafts:
-    """``tokens`` [R,K] int64, ``features`` [R,K,1], ``confidence`` [R,K]; ``laws[i]``: q of position i, R rows."""
+    """``tokens`` [R,K] int64, ``features`` [R,K,F], ``confidence`` [R,K]; ``laws[i]``: q of position i, R rows.
+
+    ``scored_lens`` [R] int32: positions with a confidence, where an early stop left more than were drawn.
+    """
 
     tokens: Tensor
     features: Tensor
     confidence: Tensor
     laws: list[Distribution]
+    scored_lens: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +125,9 @@ class RoundOutcome:
 class Round:
     """Runs rounds on one executor and drafter.
 
-    ``dtype`` is the float type of every probability; float64 serves exact enumeration.
+    ``dtype`` is the float type of every probability; float64 serves exact enumeration. ``operations``
+    score and trim; an engine that has its own puts them in their place. ``num_early_stops`` counts drafts
+    of the batch that ended early, ``num_undrafted`` the tokens that were not drawn because of it.
     """
 
     def __init__(
@@ -123,6 +139,7 @@ class Round:
         num_speculative_tokens: int,
         is_greedy_draft: bool = False,
         dtype: torch.dtype = torch.float32,
+        options: AdaptiveOptions | None = None,
     ) -> None:
         self.executor = executor
         self.drafter = drafter
@@ -130,6 +147,11 @@ class Round:
         self.num_speculative_tokens = num_speculative_tokens
         self.is_greedy_draft = is_greedy_draft
         self.dtype = dtype
+        self.operations: DraftOperations = TorchOperations()
+        self.options = options or AdaptiveOptions()
+        self.num_early_stops = 0
+        self.num_undrafted = 0
+        self._scorer = ConfidenceScorer(self.options)
 
     def run(self, rows: DecodeRows, plan: RoundPlan) -> RoundOutcome:
         """Draft as planned, trim by live confidences, verify, accept."""
@@ -142,7 +164,7 @@ class Round:
         num_rows, width = rows.num_rows, self.num_speculative_tokens
         drafts = Drafts(
             torch.zeros(num_rows, width, dtype=torch.int64),
-            torch.zeros(num_rows, width, 1, dtype=self.dtype),
+            torch.zeros(num_rows, width, self.options.num_features, dtype=self.dtype),
             torch.zeros(num_rows, width, dtype=self.dtype),
             [],
         )
@@ -166,16 +188,10 @@ class Round:
                 logits, rows, active, drafts.tokens, position
             )
             if plan.is_scored:
-                features, confidence = torch_ops.score_drafts(
-                    logits[:, None, :],
-                    temperature,
-                    plan.coefficients,
-                    torch.tensor([position], dtype=torch.int32),
-                    vocab_size=self._draft_vocab_size(vocab_map),
-                    draft_lens=plan.draft_lens[active],
-                )
-                drafts.features[active, position] = features[:, 0].to(self.dtype)
-                drafts.confidence[active, position] = confidence[:, 0].to(self.dtype)
+                self._score(drafts, plan, active, logits, temperature, position, vocab_map)
+                if is_hopeless(drafts.confidence, plan, position):
+                    self._stop_early(plan, drafts, position)
+                    break
             law = distribution(
                 logits,
                 draw_temperature,
@@ -192,10 +208,44 @@ class Round:
             drafts.laws.append(law if is_all_active else law.rows(source_row))
         return drafts
 
+    def _score(
+        self,
+        drafts: Drafts,
+        plan: RoundPlan,
+        active: Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        position: int,
+        vocab_map: Tensor | None,
+    ) -> None:
+        """Fill in features and confidence of ``position``, whose tokens are not drawn yet."""
+        assert self.drafter is not None
+        recent = plan.recent_acceptance
+        features, confidence = self._scorer.score(
+            self.operations,
+            logits,
+            temperature,
+            plan.coefficients,
+            position,
+            vocab_size=self._draft_vocab_size(vocab_map),
+            draft_lens=plan.draft_lens[active],
+            head_logit=self.drafter.confidence_logit() if self._scorer.needs_head else None,
+            recent_acceptance=None if recent is None else recent[active],
+        )
+        drafts.features[active, position] = features.to(self.dtype)
+        drafts.confidence[active, position] = confidence.to(self.dtype)
+
+    def _stop_early(self, plan: RoundPlan, drafts: Drafts, position: int) -> None:
+        """End the drafts of all rows before ``position`` is drawn."""
+        drafts.scored_lens = plan.draft_lens.clamp(max=position + 1)
+        self.num_early_stops += 1
+        self.num_undrafted += int((plan.draft_lens - position).clamp(min=0).sum())
+        plan.draft_lens = plan.draft_lens.clamp(max=position)
+
     def trim(self, plan: RoundPlan, drafts: Drafts) -> Trim:
         """Admit the best slots of the batch by live survival, within the planned budget."""
         base_lens = torch.ones_like(plan.draft_lens)
-        survival, verify_lens, cu_seqlens = torch_ops.trim_drafts(
+        survival, verify_lens, cu_seqlens = self.operations.trim_drafts(
             drafts.confidence,
             plan.draft_lens,
             base_lens,
@@ -209,7 +259,7 @@ class Round:
         num_rows = rows.num_rows
         total = int(trim.cu_seqlens[-1])
         stride = 1 + self.num_speculative_tokens
-        pack_index = torch_ops.pack_drafts(
+        pack_index = self.operations.pack_drafts(
             torch.ones_like(trim.verify_lens), trim.verify_lens, stride=stride, capacity=total
         ).long()
         last_tokens = rows.history[rows.slots, rows.lens - 1]
@@ -240,6 +290,7 @@ class Round:
             trim.verify_lens,
             rows.keys,
             self.source,
+            has_overlaps=self.options.soft_labels,
         )
         if self.drafter is not None and self.drafter.reads_hidden:
             self._show_hidden(batch, hidden, acceptance.accepted_lens, pack_index % stride)

@@ -1,9 +1,10 @@
 """An engine directory as a build left it: its ``config.json`` and the files that this names.
 
 Layout of ``config.json``, after TensorRT-LLM's: ``pretrained_config`` (the network), ``build_config`` (the
-sizes it was built for) and ``adaptive_verification`` (draft positions, drafter, digests, versions).
-Invariants: a directory loads only if its format is this package's, every named file has the digest of the
-build, and, where the caller knows the checkpoint, the engine was built from that one.
+sizes, the backend and the device it was built for) and ``adaptive_verification`` (draft positions,
+drafter, digests, versions). Invariants: a directory loads only if its format is this package's, every
+named file has the digest of the build, and, where the caller knows the checkpoint, the engine was built
+from that one; its plans run only on the compute capability and under the version they were built for.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_av.runtime.digest import file_digest
+from trtllm_av.runtime.engines.gpu import Gpu
 from trtllm_av.runtime.errors import CheckpointError, UsageError
 
 CONFIG = "config.json"
 #: Counts changes after which an older or newer directory would be misread.
-FORMAT = 1
+FORMAT = 2
+#: Map of a reduced draft vocabulary, [V_d] int32.
+DRAFT_TO_TARGET = "draft_to_target.npy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,33 @@ class EngineDirectory:
         return engine
 
     @property
+    def backend(self) -> str:
+        return str(self.build_config["backend"])
+
+    def check_device(self, gpu: Gpu | None, version: str) -> None:
+        """Raises CheckpointError unless the plans run on ``gpu`` under ``version`` of their backend."""
+        device, place = self.build_config["device"], f"engine directory {str(self.folder)!r}"
+        built_for = f"compute capability {device['compute_capability']}"
+        if device["name"] is not None:
+            built_for += f" ({device['name']})"
+        if gpu is None:
+            raise CheckpointError(
+                f"{place} holds plans for {built_for}, and there is no GPU here; build one with "
+                "--backend onnx"
+            )
+        if gpu.compute_capability != device["compute_capability"]:
+            raise CheckpointError(
+                f"{place} holds plans for {built_for}, this GPU has {gpu.compute_capability} "
+                f"({gpu.name}); build the engine again for it"
+            )
+        built_by = str(self.adaptive_verification["versions"].get(self.backend))
+        if version != built_by:
+            raise CheckpointError(
+                f"{place} was built by {self.backend} {built_by}, {version} is installed; build the "
+                "engine again or install that version"
+            )
+
+    @property
     def num_positions(self) -> int:
         """K, the most drafts per request and round."""
         return int(self.build_config["max_draft_len"])
@@ -85,3 +116,12 @@ class EngineDirectory:
                 f"num_speculative_tokens={num_speculative_tokens} exceeds max_draft_len="
                 f"{self.num_positions} of the engine {str(self.folder)!r}; lower it or build again"
             )
+
+
+def is_engine(folder: Path) -> bool:
+    """True if ``folder`` holds an engine of any format, intact or not."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "adaptive_verification" in config

@@ -9,20 +9,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtllm_av.plugins import torch_ops
 from trtllm_av.runtime.engines.base import Executor
 from trtllm_av.runtime.estimator import cold_coefficients
 from trtllm_av.runtime.models.batch import PackedBatch
 from trtllm_av.runtime.models.drafters.base import DraftContext, Drafter
+from trtllm_av.runtime.operations import DraftOperations, TorchOperations
 from trtllm_av.runtime.sampling import distribution
 
 
 class ExecutorProbe:
     """Runs verify passes and drafts over ``context_len`` committed tokens per slot."""
 
-    def __init__(self, executor: Executor, drafter: Drafter, *, context_len: int = 128) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        drafter: Drafter,
+        *,
+        context_len: int = 128,
+        operations: DraftOperations | None = None,
+    ) -> None:
         self._executor = executor
         self._drafter = drafter
+        self._operations = operations or TorchOperations()
         self._coefficients = torch.from_numpy(cold_coefficients(drafter.max_draft_len))
         self._context_len = min(context_len, executor.max_len // 2)
         generator = torch.Generator().manual_seed(0)
@@ -58,7 +66,7 @@ class ExecutorProbe:
         vocab_map = self._drafter.draft_to_target
         vocab_size = self._executor.vocab_size if vocab_map is None else vocab_map.numel()
         zeros = torch.zeros(logits.shape[0])
-        torch_ops.score_drafts(
+        self._operations.score_drafts(
             logits[:, None],
             zeros,
             self._coefficients,

@@ -66,11 +66,13 @@ class TrtllmOptions:
 
 @dataclass(slots=True)
 class Generated:
-    """Tokens of one request so far; the totals are the executor's, known at its end."""
+    """Tokens of one request so far; the totals are the executor's, known at its end. ``error`` is why a
+    request ended that the executor failed, None for all others."""
 
     request_id: int
     token_ids: list[int] = field(default_factory=list)
     is_final: bool = False
+    error: str | None = None
     total_draft_tokens: int | None = None
     accepted_draft_tokens: int | None = None
 
@@ -206,7 +208,7 @@ class TrtllmExecutor:
         return bool(self._running)
 
     def step(self) -> list[Generated]:
-        """Requests with new tokens, after waiting for them a moment; RequestError if one failed."""
+        """Requests with new tokens and those that ended, after waiting for them a moment."""
         changed: dict[int, Generated] = {}
         results: list[StepResult] = []
         for response in self._executor.await_responses(timeout=_POLL):
@@ -214,17 +216,19 @@ class TrtllmExecutor:
             request = self._running.get(request_id)
             if request is None:
                 continue  # cancelled
-            if response.has_error():
-                del self._running[request_id]
-                raise RequestError(f"request {request_id} failed: {response.error_msg}")
-            result = response.result
-            request.token_ids.extend(int(token) for token in result.output_token_ids[0])
-            request.is_final = bool(result.is_final)
-            results.append(StepResult(request_id, _trace_of(result), request.is_final))
-            if request.is_final:
-                _take_totals(request, result)
-                del self._running[request_id]
             changed[request_id] = request
+            if response.has_error():  # of this request alone: the others of the step go on
+                request.error, request.is_final = str(response.error_msg), True
+                results.append(StepResult(request_id, None, True))
+            else:
+                result = response.result
+                request.token_ids.extend(int(token) for token in result.output_token_ids[0])
+                request.is_final = bool(result.is_final)
+                results.append(StepResult(request_id, _trace_of(result), request.is_final))
+                if request.is_final:
+                    _take_totals(request, result)
+            if request.is_final:
+                del self._running[request_id]
         if self._observe is not None and results:
             self._observe(results)
         return list(changed.values())
@@ -240,12 +244,15 @@ class TrtllmExecutor:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, end_id: int | None = None
     ) -> list[Generated]:
-        """All ``prompts`` to their ends, in their order."""
+        """All ``prompts`` to their ends, in their order; RequestError if one of them failed."""
         numbers = [self.submit(prompt, max_tokens=max_tokens, end_id=end_id) for prompt in prompts]
-        requests = {number: self._running[number] for number in numbers}
+        requests = [self._running[number] for number in numbers]
         while self.has_work:
             self.step()
-        return [requests[number] for number in numbers]
+        for request in requests:
+            if request.error is not None:
+                raise RequestError(f"request {request.request_id} failed: {request.error}")
+        return requests
 
     def close(self) -> None:
         """Shut the executor down and end the adaptation."""

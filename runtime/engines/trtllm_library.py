@@ -48,11 +48,12 @@ def find_plugin_library(path: Path | None = None) -> Path:
 def register_plugins(form: PluginForm, path: Path | None = None) -> ControlBlock:
     """Register the plugins in this process; returns the control block that they read.
 
-    Raises as ``load_plugin_library`` does, or UsageError for a TensorRT that cannot hold plugins.
+    Raises as ``load_plugin_library`` does; MissingDependencyError without a TensorRT for the Python form, and
+    UsageError for one that cannot hold plugins.
     """
     if form == "library":
         return ControlBlock.of_library(load_plugin_library(path))
-    tensorrt_plugin.register(importlib.import_module("tensorrt"))
+    _register_python_form()
     return process_block()
 
 
@@ -65,9 +66,19 @@ def register_for_build() -> PluginForm:
         load_plugin_library()
     except MissingDependencyError as error:
         logger.warning("building with the Python form of the plugins: %s", error)
-        tensorrt_plugin.register(importlib.import_module("tensorrt"))
+        _register_python_form()
         return "python"
     return "library"
+
+
+def _register_python_form() -> None:
+    try:
+        module = importlib.import_module("tensorrt")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"tensorrt cannot be imported ({error}); install tensorrt-llm>=1.0,<1.3, which brings it"
+        ) from None
+    tensorrt_plugin.register(module)
 
 
 def load_plugin_library(path: Path | None = None) -> Path:

@@ -83,7 +83,7 @@ class CheckpointFiles:
         return _LazyTensors(self.weights)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return _load_tokenizer(self.folder)
+        return load_tokenizer(self.folder)
 
     def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
         """Tokens that end a text, () if nothing names one."""
@@ -183,7 +183,8 @@ class _LazyTensors(Mapping[str, Tensor]):
         return len(self._file_of)
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The Hugging Face tokenizer of ``folder``, None if it has none; raises CheckpointError."""
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer

@@ -53,3 +53,8 @@ class Linear:
         if self._apply is None:
             return F.linear(x, self._weight, self._bias)
         return self._apply(x, self._weight, self._bias, "none", [], "")
+
+    def plain(self) -> tuple[Tensor, Tensor | None]:
+        """W [out, in] in rows and b, for an executor that multiplies in its own way."""
+        is_packed = self._apply is not None
+        return self._weight.to_dense() if is_packed else self._weight, self._bias

@@ -33,7 +33,7 @@ class ForwardOutput:
 
 
 @dataclass(slots=True)
-class _Layer:
+class DecoderLayer:
     """Weights of one decoder layer; ``qkv`` and ``gate_up`` are fused along their outputs."""
 
     attention_norm: Tensor
@@ -63,14 +63,14 @@ class LlamaModel:
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         width, inner = config.hidden_size, config.intermediate_size
         self._embedding = take("model.embed_tokens.weight", config.vocab_size, width)
-        self._layers: list[_Layer] = []
+        self._layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
             prefix = f"model.layers.{index}."
             attention, mlp = prefix + "self_attn.", prefix + "mlp."
             qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
             gate_up = {"gate_proj": inner, "up_proj": inner}
             self._layers.append(
-                _Layer(
+                DecoderLayer(
                     attention_norm=take(prefix + "input_layernorm.weight", width),
                     qkv=take.fused(attention, qkv, width, config.qkv_bias),
                     output=take.fused(attention, {"o_proj": width}, heads, config.output_bias),
@@ -135,6 +135,10 @@ class LlamaModel:
         return ForwardOutput(self.logits(selected), hidden)
 
     __call__ = forward
+
+    def parts(self) -> tuple[Tensor, list[DecoderLayer], Tensor, Linear]:
+        """Embedding [V, H], layers, final norm [H] and output layer, for an executor that runs them itself."""
+        return self._embedding, self._layers, self._final_norm, self._head
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 → [T, H], what the first layer reads."""

@@ -58,10 +58,11 @@ class Control:
 
 @dataclass
 class EagleDouble:
-    """Modules, a model instance and the graph that it adds to."""
+    """Modules, a model instance and the graph that it adds to; ``prepared``: what each level was prepared with."""
 
     choices: Sequence[Sequence[int]] = field(default_factory=lambda: CHAIN)
     control: Control = field(default_factory=Control)
+    prepared: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.paths = template(self.choices)
@@ -73,7 +74,7 @@ class EagleDouble:
             tensorrt=tensorrt_module(),
             common=common,
             functional=functional_module(self.graph),
-            eagle=eagle_module(self.graph),
+            eagle=eagle_module(self.graph, self.prepared),
         )
 
     def build(self, model_cls: type[Any], **config: Any) -> Any:
@@ -243,7 +244,7 @@ def _decode(level: int) -> Compute:
     return compute
 
 
-def eagle_module(graph: Graph) -> ModuleType:
+def eagle_module(graph: Graph, prepared: list[dict[str, Any]]) -> ModuleType:
     """``tensorrt_llm.models.eagle.model``: functions and class with the assumed signatures."""
     module = ModuleType("tensorrt_llm.models.eagle.model")
     plugins = assumptions().upstream_plugins
@@ -299,6 +300,7 @@ def eagle_module(graph: Graph) -> ModuleType:
             spec_decoding_use: Any,
         ) -> Any:  # fmt: skip
             given = dict(locals())
+            prepared.append(given.copy())
             given["sequence_length"] = input_attention_params.sequence_length
             given["context_lengths"] = input_attention_params.context_lengths
             out = add_plugin(
@@ -314,8 +316,9 @@ def eagle_module(graph: Graph) -> ModuleType:
             net_inputs = {
                 "input_ids": out[5],
                 "attention_params": input_attention_params,
-                "kv_cache_params": input_kv_cache_params,
+                "kv_cache_params": SimpleNamespace(**vars(input_kv_cache_params)),
             }
+            prepared[-1]["net_inputs"] = net_inputs
             return net_inputs, out[10], out[9]
 
     for value in (

@@ -30,6 +30,7 @@ class ExecutorDouble:
         self.double = double
         self.requests: dict[int, Any] = {}
         self.cancelled: list[int] = []
+        self.failing: int | None = None  # a request that fails in its third step
         self.is_shut_down = False
         self.iterations: list[Any] = []
         self.runtime: RuntimeDouble | None = None
@@ -88,6 +89,11 @@ class ExecutorDouble:
 
     def _response(self, row: int, number: int, request: Any, trace: Any) -> Any:
         assert self.runtime is not None
+        if number == self.failing and len(self.runtime.records) == 3:
+            self._final.add(number)
+            return SimpleNamespace(
+                request_id=number, has_error=lambda: True, error_msg="out of blocks"
+            )
         history = self.runtime.histories[row]
         done = len(history) - self.runtime.num_prompt[row]
         kept = min(done, request.max_tokens)

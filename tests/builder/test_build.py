@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.builder.tiny_target import save_random_head, save_target
+from trtllm_av.builder import backend as backend_module
 from trtllm_av.builder.cli import main
 from trtllm_av.builder.config import BuildConfig
 from trtllm_av.builder.verify import TOLERANCE
+from trtllm_av.runtime.api import LLM
 from trtllm_av.runtime.engines.engine_directory import EngineDirectory
-from trtllm_av.runtime.engines.onnx_executor import OnnxExecutor
-from trtllm_av.runtime.errors import UsageError
+from trtllm_av.runtime.engines.gpu import Gpu
+from trtllm_av.runtime.errors import CheckpointError, UsageError
 from trtllm_av.runtime.models.checkpoint import CheckpointFiles
 
 pytest.importorskip("onnx", reason="needs the `onnx` extra")
@@ -48,6 +54,8 @@ def build(
 
     def call(*arguments: str, model: Path = target) -> tuple[int, str, str]:
         common = [f"--model_dir={model}", f"--output_dir={engine}"]
+        if not any(argument.startswith("--backend") for argument in arguments):
+            common.append("--backend=onnx")
         monkeypatch.setattr(sys, "argv", ["trtllm-av-build", *common, *arguments])
         with pytest.raises(SystemExit) as exit_info:
             main()
@@ -63,16 +71,18 @@ def test_onnx_engine_loads(build: Build, engine: Path, target: Path, tmp_path: P
     code, out, _ = build(*SMALL, "--dtype=float32", f"--speculative_model={head}", "--json")
     assert code == 0
     report = json.loads(out)
-    assert set(report["differences"]) == {"verify.onnx", "draft_step.onnx"}
+    assert set(report["differences"]) == {"verify.onnx", "draft_step.onnx", "score.onnx"}
     assert max(report["differences"].values()) < 1e-4
+    assert report["end_to_end_rounds"] > 20 and report["operations"] == "onnx_functions"
     assert report["num_bytes"] > 0 and report["peak_memory_bytes"] > 0
+    assert report["export_memory_bytes"] > 0 and set(report["seconds"]) == {"export", "verify"}
     digest = CheckpointFiles.find(target).digest()
     loaded = EngineDirectory.load(engine, model_digest=digest)
     assert loaded.build_config["kv_cache_len"] == 48 + 2 * 4
-    assert loaded.adaptive_verification["drafter"] == "head"
-    executor = OnnxExecutor.from_engine(loaded)
-    assert (executor.num_slots, executor.max_len, executor.vocab_size) == (2, 56, 261)
-    assert (engine / "trim.onnx").is_file() and (engine / "tokenizer" / "tokenizer.json").is_file()
+    drafter = loaded.adaptive_verification["drafter"]
+    assert (drafter["method"], drafter["vocab_size"]) == ("eagle", 41)
+    for name in ("score.onnx", "trim.onnx", "draft_to_target.npy", "tokenizer/tokenizer.json"):
+        assert (engine / name).is_file()
     assert [path.name for path in engine.parent.iterdir()] == ["engine"]
 
 
@@ -92,13 +102,23 @@ def test_plans_are_built_without_a_gpu(
     )
     assert code == 0
     plans: dict[str, Any] = json.loads(out)["plans"]
-    assert set(plans) == {"verify.plan", "draft_step.plan", "trim.plan"}
+    assert set(plans) == {"verify.plan", "draft_step.plan", "score.plan", "trim.plan"}
     assert plans["verify.plan"]["layers"]["KV_CACHE_UPDATE"] == 4
     assert plans["verify.plan"]["layers"]["ATTENTION_INPUT"] == 2
     assert plans["verify.plan"]["has_fused_attention"]
     assert plans["draft_step.plan"]["has_fused_attention"]
-    EngineDirectory.load(engine)
     assert not (engine / "float32").exists()
+    loaded = EngineDirectory.load(engine)
+    version = loaded.adaptive_verification["versions"]["tensorrt_rtx"]
+    loaded.check_device(Gpu("RTX 4090", 89), version)
+    with pytest.raises(
+        CheckpointError, match=r"compute capability 89, this GPU has 120 \(RTX 5090\)"
+    ):
+        loaded.check_device(Gpu("RTX 5090", 120), version)
+    with pytest.raises(CheckpointError, match=rf"by tensorrt_rtx {version}, 9.9 is installed"):
+        loaded.check_device(Gpu("RTX 4090", 89), "9.9")
+    with pytest.raises(CheckpointError, match="there is no GPU here"):
+        LLM(engine)
 
 
 @pytest.mark.slow
@@ -137,7 +157,12 @@ def test_the_whole_of_smollm2_builds(build: Build, engine: Path) -> None:
         (["--dtype=int8"], "--dtype 'int8' is unknown; choose one of"),
         (["--backend=tensorrt_llm"], "--backend 'tensorrt_llm' is unknown"),
         (["--backend=tensorrt_rtx"], "needs --compute_capability"),
-        (["--compute_capability=89"], "--compute_capability 89 has no use with --backend onnx"),
+        (["--compute_capability=89"], "--compute_capability 89: backend 'onnx' builds for no GPU"),
+        (
+            ["--backend=tensorrt", "--compute_capability=89"],
+            "'tensorrt' builds for the GPU it runs on",
+        ),
+        (["--backend=tensorrt", "--dtype=float32"], "TensorRT has no attention kernel"),
         (
             ["--backend=tensorrt_rtx", "--compute_capability=89", "--dtype=float32"],
             "--dtype float32: TensorRT-RTX has no attention kernel",
@@ -152,7 +177,6 @@ def test_the_whole_of_smollm2_builds(build: Build, engine: Path) -> None:
             "'tensorrt_rtx' holds no plugins",
         ),
         (["--adaptive_verification_plugin=maybe"], "'maybe' is unknown"),
-        (["--max_seq_len=48", "--speculative_model=layer_skip"], "only heads are exported"),
         (["--max_seq_len=48", "--speculative_model=smollm2-head"], "not for this model"),
     ],
 )
@@ -197,9 +221,107 @@ def test_checkpoints_that_cannot_be_built(
     code, _, err = build("--max_seq_len=48", model=wide)
     assert code == 1 and "has shape [261, 32], config.json says [262, 32]" in err
 
+    draft = shutil.copytree(wide, tmp_path / "draft")
+    code, _, err = build("--max_seq_len=48", f"--speculative_model={draft}")
+    assert code == 1 and "vocabulary of 262 tokens, the target of 261" in err
+
+    save_file({"w": torch.zeros(1)}, tmp_path / "mtp", metadata={"mtp_head": "{}"})
+    code, _, err = build("--max_seq_len=48", f"--speculative_model={tmp_path / 'mtp'}")
+    assert code == 2 and "is an mtp head, which is not exported" in err
+
     code, _, err = build("--max_seq_len=48", "--speculative_model=absent.safetensors")
     assert code == 1 and "'absent.safetensors' not found" in err
     assert not engine.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "capability", "expected"),
+    [
+        ((), None, None, ("onnx", None)),
+        (("tensorrt",), None, None, ("onnx", None)),
+        (("tensorrt", "tensorrt_rtx"), Gpu("H200", 90), None, ("tensorrt", None)),
+        (("tensorrt", "tensorrt_rtx"), Gpu("H200", 90), 89, ("tensorrt_rtx", 89)),
+        (("tensorrt_rtx",), None, None, ("onnx", None)),
+        (("tensorrt_rtx",), None, 89, ("tensorrt_rtx", 89)),
+        (("tensorrt_rtx",), Gpu("RTX 4090", 89), None, ("tensorrt_rtx", 89)),
+        (("tensorrt_rtx",), Gpu("H200", 90), None, ("onnx", None)),
+    ],
+)
+def test_default_backend_is_one_that_can_build(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: tuple[str, ...],
+    gpu: Gpu | None,
+    capability: int | None,
+    expected: tuple[str, int | None],
+) -> None:
+    """Guards against: a default that fails on the machine it was chosen on."""
+    monkeypatch.setattr(backend_module, "is_installed", lambda name: name in installed)
+    monkeypatch.setattr(backend_module, "current_gpu", lambda: gpu)
+    monkeypatch.setattr(backend_module, "import_backend", lambda name: None)
+    monkeypatch.setattr(backend_module, "buildable_capabilities", lambda trt: [86, 89, 120])
+    choice = backend_module.choose_backend(capability)
+    assert (choice.backend, choice.compute_capability) == expected and choice.reason
+
+
+def test_default_backend_is_printed(
+    monkeypatch: pytest.MonkeyPatch, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against: an engine of a kind that the user did not expect."""
+    monkeypatch.setattr(backend_module, "is_installed", lambda name: False)
+    monkeypatch.setattr(backend_module, "current_gpu", lambda: None)
+    arguments = ["trtllm-av-build", f"--output_dir={engine}", "--max_draft_len=0"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit):
+        main()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "backend onnx: neither TensorRT with a GPU nor TensorRT-RTX is here"
+    assert second.startswith("error: --max_draft_len 0")
+
+
+BUILD = """
+import resource, sys
+from pathlib import Path
+from trtllm_av.builder.cli import main
+limit = int(sys.argv.pop(1))
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+main()
+"""
+
+
+def command(engine: Path, target: Path, *, max_file_bytes: int = 0) -> list[str]:
+    arguments = [f"--model_dir={target}", f"--output_dir={engine}", "--backend=onnx", *SMALL]
+    return [sys.executable, "-c", BUILD, str(max_file_bytes), *arguments]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_leaves_nothing(engine: Path, target: Path) -> None:
+    """Guards against: half an engine after a write that failed in the middle of the weights."""
+    result = subprocess.run(
+        command(engine, target, max_file_bytes=100_000), capture_output=True, text=True
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    *stages, message = result.stderr.splitlines()
+    assert message.startswith(f"error: cannot write the engine to '{engine}'")
+    assert all(line.endswith("…") for line in stages)
+    assert list(engine.parent.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_killed_build_leaves_nothing_that_loads(engine: Path, target: Path) -> None:
+    """Guards against: a folder that looks like an engine after the process was killed outright."""
+    with subprocess.Popen(command(engine, target), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("verify"):  # everything is exported, nothing is checked
+                process.kill()
+                break
+    assert process.returncode == -signal.SIGKILL
+    left = list(engine.parent.iterdir())
+    assert left and all(path.name.startswith(".engine.") for path in left)
+    for path in (engine, *left):
+        with pytest.raises(CheckpointError, match="is no engine directory"):
+            EngineDirectory.load(path)
 
 
 def test_profiles_cover_every_pass_of_the_runtime() -> None:

@@ -104,10 +104,10 @@ def test_engines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = write_engine(tmp_path / "engine")
     with pytest.raises(CheckpointError, match=r"checkpoint aaaaaaaaaaaa, not from bbbbbbbbbbbb"):
         EngineDirectory.load(folder, model_digest="b" * 64)
-    edit(folder, format=2)
-    with pytest.raises(CheckpointError, match=r"has format 2, this package reads format 1"):
-        EngineDirectory.load(folder)
     edit(folder, format=1)
+    with pytest.raises(CheckpointError, match=r"has format 1, this package reads format 2"):
+        EngineDirectory.load(folder)
+    edit(folder, format=2)
     (folder / "verify.onnx").write_text("damaged")
     with pytest.raises(CheckpointError, match=r"verify.onnx.* is not the file .*SHA-256 \w{12}"):
         EngineDirectory.load(folder)
@@ -116,7 +116,7 @@ def test_engines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         EngineDirectory.load(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"adaptive_verification": {"format": 1}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"adaptive_verification": {"format": 2}}'])
 def test_a_damaged_configuration_is_one_line(tmp_path: Path, text: str) -> None:
     """Guards against: a traceback for a folder that is something else."""
     (tmp_path / CONFIG).write_text(text)

@@ -19,7 +19,13 @@ from trtllm_av.builder.trtllm.build import record_settings
 from trtllm_av.builder.trtllm.plugin_config import GROUP, PLUGIN_MODES
 from trtllm_av.builder.trtllm.settings import CONFIG_VARIABLE, AvSettings, find_settings
 from trtllm_av.runtime.engines import trtllm_library
-from trtllm_av.runtime.errors import BuildError, MissingDependencyError, UsageError
+from trtllm_av.runtime.engines.trtllm_engine import TrtllmEngine
+from trtllm_av.runtime.errors import (
+    BuildError,
+    CheckpointError,
+    MissingDependencyError,
+    UsageError,
+)
 
 EAGLE = ["--speculative_decoding_mode", "eagle", "--max_batch_size", "8"]
 FORMS = ["dataclass", "pydantic"]
@@ -78,6 +84,19 @@ def test_disabled_plugin_changes_nothing(tmp_path: Path, double: TrtllmDouble) -
     assert type(call["build_config"].plugin_config) is stock
     assert "adaptive_verification" not in config["pretrained_config"]
     assert not [name for name in config["build_config"]["plugin_config"] if name.startswith("av_")]
+
+
+def test_settings_alone_do_not_make_an_engine_that_trims(
+    tmp_path: Path, double: TrtllmDouble
+) -> None:
+    """Guards against a stock engine that is taken for one that trims, by a key of its checkpoint."""
+    flags = [*EAGLE, "--adaptive_verification_plugin"]
+    build(tmp_path, *flags, "disable", adaptive_verification=AvSettings().to_dict())
+    with pytest.raises(CheckpointError, match="does not trim its drafts"):
+        TrtllmEngine.load(tmp_path / "engine")
+    build(tmp_path, *flags, "enable", "--av_min_draft_len", "2")
+    engine = TrtllmEngine.load(tmp_path / "engine")
+    assert (engine.min_draft_len, engine.has_trace, engine.num_levels) == (2, True, 4)
 
 
 def test_auto_follows_the_checkpoint(

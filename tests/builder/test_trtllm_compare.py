@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.builder.trtllm_double import TrtllmDouble
+from trtllm_av.builder import doctor, doctor_cli
 from trtllm_av.builder.trtllm.assumptions import assumptions
 from trtllm_av.builder.trtllm.compare import Difference, compare_installed
 from trtllm_av.runtime.errors import BuildError, MissingDependencyError
@@ -96,6 +98,20 @@ def other_build_config(double: TrtllmDouble) -> None:
     double.modules["tensorrt_llm.builder"].__dict__["BuildConfig"] = build_config
 
 
+def without_build_option(double: TrtllmDouble) -> None:
+    double.modules["tensorrt_llm.builder"].BuildConfig.model_fields.pop("max_draft_len")
+
+
+def without_eagle_mode(double: TrtllmDouble) -> None:
+    def parse_arguments() -> argparse.ArgumentParser:
+        parser = double._parse_arguments()
+        (mode,) = (a for a in parser._actions if a.dest == "speculative_decoding_mode")
+        mode.choices = ["medusa"]
+        return parser
+
+    double.modules["tensorrt_llm.commands.build"].__dict__["parse_arguments"] = parse_arguments
+
+
 def other_version(double: TrtllmDouble) -> None:
     double.modules["tensorrt_llm"].__dict__["__version__"] = "1.3.0"
 
@@ -172,6 +188,16 @@ CHANGES: dict[str, tuple[Callable[[TrtllmDouble], None], str, str]] = {
         "tensorrt_llm.builder.BuildConfig",
         "a dataclass",
     ),
+    "BuildConfig without an option": (
+        without_build_option,
+        "tensorrt_llm.builder.BuildConfig.max_draft_len",
+        "no such field",
+    ),
+    "no EAGLE mode": (
+        without_eagle_mode,
+        "trtllm-build --speculative_decoding_mode",
+        "medusa",
+    ),
     "plugin gone": (
         without_plugin,
         "TensorRT plugin tensorrt_llm::EaglePrepareDrafterInputs",
@@ -231,22 +257,34 @@ def test_other_tensorrt_is_a_difference() -> None:
     assert (difference.where, difference.expected) == ("tensorrt.__version__", "10.11.x")
 
 
+def test_doctor_prints_every_difference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a doctor that finds differences and shows the first of them, or none."""
+    double = right_double(version="1.2.1", build_config_form="pydantic")
+    without_eagle_mode(double)
+    without_build_option(double)
+    double.install(monkeypatch)
+    monkeypatch.setattr(doctor, "SECTIONS", [doctor.trtllm])
+    monkeypatch.setattr(sys, "argv", ["trtllm-av-doctor", "--json"])
+    with pytest.raises(SystemExit) as exit_info:
+        doctor_cli.main()
+    assert not exit_info.value.code
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    assert section["title"] == "TensorRT-LLM interface"
+    shown = {check["name"]: check["detail"] for check in section["checks"]}
+    assert shown.keys() == {d.where for d in differences(double)} and len(shown) == 2
+    expected = ", ".join(assumptions().raw["parser"]["speculative_decoding_modes"])
+    mode = shown["trtllm-build --speculative_decoding_mode"]
+    assert mode == f"expected {expected}, found medusa"
+
+
 def test_nothing_installed_is_no_difference() -> None:
     """Guards against a list of a hundred differences where the package is simply not there."""
     double = TrtllmDouble()
     double.modules.clear()
     with pytest.raises(MissingDependencyError, match=r"tensorrt-llm>=1\.0,<1\.3"):
         differences(double)
-
-
-def test_page_has_a_line_for_every_version() -> None:
-    """Guards against an image in the documentation that is not the one the code was written against."""
-    page = (Path(__file__).parents[2] / "docs" / "trtllm.md").read_text(encoding="utf-8")
-    lines = [line for line in page.splitlines() if line.startswith("docker run")]
-    images = [entry.container for entry in assumptions().versions.values()]
-    assert [image for image in images if any(f" {image} " in line for line in lines)] == images
-    assert len(lines) == len(images)
-    assert all("trtllm_av.builder.trtllm.selftest" in line for line in lines)
 
 
 def test_patch_releases_and_candidates_share_an_entry() -> None:

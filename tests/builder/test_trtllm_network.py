@@ -22,9 +22,9 @@ from trtllm_av.builder.trtllm.assumptions import assumptions
 from trtllm_av.builder.trtllm.build import check_limits
 from trtllm_av.builder.trtllm.eagle import make_adaptive_eagle
 from trtllm_av.builder.trtllm.settings import AvSettings
-from trtllm_av.plugins.plugin_spec import PLUGINS
+from trtllm_av.plugins.plugin_spec import PLUGINS, VERSION
 from trtllm_av.plugins.tree_reference import decode_tree
-from trtllm_av.runtime.errors import UsageError
+from trtllm_av.runtime.errors import BuildError, UsageError
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6, 5], [3, 5, 8, 9, 7]]
 ACCEPT, PREPARE, DECODE = (
@@ -55,7 +55,7 @@ def inputs_of(layer: Layer) -> dict[str, Tensor]:
 
 
 def sources(tensor: Tensor) -> set[str]:
-    """Names of the network inputs and outputs of plugins that ``tensor`` is computed from, by plain layers."""
+    """Names of the network inputs and outputs of plugins and nets that ``tensor`` is made of, by plain layers."""
     if tensor.producer is None or tensor.producer.kind[0].isupper():
         return {tensor.name}
     return set().union(*(sources(before) for before in tensor.producer.inputs))
@@ -182,6 +182,32 @@ def test_trim_reads_every_level_and_this_step(double: EagleDouble) -> None:
     assert given["accepted_paths"] is accept.outputs[2]
 
 
+def test_a_level_is_prepared_with_the_steps_inputs(double: EagleDouble) -> None:
+    """Guards against two of the many inputs of a level swapped, or one that another level was given."""
+    same = {name: name for name in assumptions().helper_inputs}
+    same["input_spec_decoding_generation_lengths"] = "spec_decoding_generation_lengths"
+    same |= {name: name for name in ("spec_decoding_use", "hidden_states")}
+    same |= {"prev_draft_lens": "draft_lens"}
+    (accept,) = double.graph.of(ACCEPT)
+    nets = double.graph.of("EagleNet")
+    for level, given in enumerate(double.prepared):
+        names = {name: value.name for name, value in given.items() if isinstance(value, Tensor)}
+        expected = {name: source for name, source in same.items() if name in names}
+        if level > 0:
+            before, states = double.prepared[level - 1], given["hidden_states"]
+            for name in ("kv_cache_params", "attention_params"):
+                assert given[f"input_{name}"] is before["net_inputs"][name]
+            # The states of all levels so far, in their order.
+            made = states.producer.inputs if level > 1 else [states]
+            assert made[:-1] == ([before["hidden_states"]] if level > 1 else [])
+            assert made[-1] is nets[level - 1].outputs[1]
+            expected["hidden_states"] = states.name
+        assert {name: names[name] for name in expected} == expected
+        for name, index in (("token_ids", 0), ("lens", 1), ("path_ids", 2)):
+            assert given[f"accepted_{name}"] is accept.outputs[index]
+    assert len(double.prepared) == double.num_levels
+
+
 def test_search_state_of_dynamic_trees_passes_from_level_to_level(double: EagleDouble) -> None:
     """Guards against the five state tensors swapped or stuck at the engine's inputs."""
     names = assumptions().upstream_plugins[DECODE].inputs[7:]
@@ -217,11 +243,14 @@ def test_disabled_plugin_builds_the_stock_network() -> None:
     """Guards against a network that is ours although the plugin is off."""
     double = build(adaptive_verification={"plugin": False})
     assert [layer.kind for layer in double.graph.layers] == ["stock"]
+    assert not hasattr(double.model.config, "adaptive_verification_version")
 
 
 def test_settings_reach_the_engines_configuration() -> None:
     """Guards against an engine of the stock trtllm-build that does not say what it is."""
-    assert build().model.config.adaptive_verification == AvSettings().to_dict()
+    config = build().model.config
+    assert config.adaptive_verification == AvSettings().to_dict()
+    assert config.adaptive_verification_version == VERSION
     given = {"min_draft_len": 2, "trace": False}
     model = build(adaptive_verification=given).model
     assert model.config.adaptive_verification == {"plugin": True, **given}
@@ -292,6 +321,19 @@ def test_features_are_log_odds_of_the_drafts(double: EagleDouble) -> None:
                 assert features[request, node - 1] == pytest.approx(
                     logits[token] - others, abs=1e-4
                 )
+
+
+def test_plugins_that_are_not_made_are_one_line() -> None:
+    """Guards against an error of TensorRT's that names neither the plugin nor what to do."""
+    double = EagleDouble()
+    registry = double.modules.tensorrt.get_plugin_registry()
+    model_cls = make_adaptive_eagle(double.modules)
+    registry.get_creator = lambda *key: None
+    with pytest.raises(BuildError, match=r"ScoreLevel is not registered; .*--build-plugin"):
+        double.build(model_cls)
+    registry.get_creator = lambda *key: SimpleNamespace(create_plugin=lambda *given: None)
+    with pytest.raises(BuildError, match=r"ScoreLevel refuses .*'vocab_size': 40"):
+        double.build(model_cls)
 
 
 def test_class_can_be_pickled_by_name() -> None:

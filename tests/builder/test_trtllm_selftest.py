@@ -50,6 +50,7 @@ def outcomes_on(
         "max_draft_len": len(choices),
         "max_non_leaves_per_layer": 4,
         "adaptive_verification": {"plugin": True, "min_draft_len": 1, "trace": True},
+        "adaptive_verification_version": "1",
     }
     config = {"version": "1.2.1", "pretrained_config": model, "build_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -13,8 +13,8 @@ from trtllm_av.runtime.models.drafters.eagle_head import (
     EagleHead,
     EagleHeadConfig,
     save_head,
-    target_fingerprint,
 )
+from trtllm_av.runtime.models.drafters.head_file import target_fingerprint
 
 NUM_DRAFT_IDS = 41
 

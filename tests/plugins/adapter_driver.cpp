@@ -208,6 +208,16 @@ int driver_configure(void* plugin, int64_t const* dims, int const* ranks, int co
   return status ? status : runtime_of(found)->onShapeChange(descs.data(), num_inputs, descs.data() + num_inputs, num_outputs);
 }
 
+// configurePlugin for sizes that are not known yet, of which these are the most.
+int driver_configure_dynamic(void* plugin, int64_t const* dims, int const* ranks, int const* dtypes, int num_inputs,
+                             int num_tensors) {
+  auto tensors = dynamic(describe_all(dims, ranks, dtypes, num_tensors));
+  for (auto& tensor : tensors)
+    for (int axis = 0; axis < tensor.desc.dims.nbDims; ++axis) tensor.desc.dims.d[axis] = -1;
+  return build_of(static_cast<IPluginV3*>(plugin))
+      ->configurePlugin(tensors.data(), num_inputs, tensors.data() + num_inputs, num_tensors - num_inputs);
+}
+
 // The plugin that an execution context gets; nullptr with the refusal in the log.
 void* driver_attach(void* plugin) { return runtime_of(static_cast<IPluginV3*>(plugin))->attachToContext(nullptr); }
 

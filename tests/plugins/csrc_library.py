@@ -220,6 +220,14 @@ class Adapter:
         )
         return num_bytes.value
 
+    def configure_dynamic(
+        self, plugin: int, inputs: Sequence[Binding], outputs: Sequence[Binding]
+    ) -> None:
+        """Configure for unknown sizes of which these are the most. Raises Refused."""
+        dims, ranks, dtypes, _ = _tensors(inputs, outputs)
+        given = (dims, ranks, dtypes, len(inputs), len(inputs) + len(outputs))
+        self._checked(self._library.driver_configure_dynamic(c_void_p(plugin), *given))
+
     def enqueue(
         self,
         plugin: int,

@@ -115,6 +115,16 @@ def test_build_phase(adapter: Adapter, name: str) -> None:
     adapter.destroy(clone)
 
 
+@pytest.mark.parametrize(("name", "rows"), [("TrimDrafts", 1024), ("TrimTree", 512)])
+def test_sizes_that_are_not_known_yet(adapter: Adapter, name: str, rows: int) -> None:
+    """Guards against: an engine whose profile goes beyond the kernels, which fails while it serves."""
+    plugin = adapter.create(name, REQUIRED[name])
+    adapter.configure_dynamic(plugin, *bindings(name, rows, 96, "f16", True))
+    with pytest.raises(Refused, match=f"R={rows + 1} exceeds {rows}, the most of its kernels"):
+        adapter.configure_dynamic(plugin, *bindings(name, rows + 1, 96, "f16", True))
+    adapter.destroy(plugin)
+
+
 def test_a_process_that_preloads_registers_with_its_first_runtime(plugin_library: Path) -> None:
     """Guards against: a worker process whose engine names plugins that nobody registered, a second
     registration, and one that nobody asked for."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.plugins.tree_cases import chain, paths_of, random_tree, trim_case
 from trtllm_av.plugins import reference, tree_reference
+from trtllm_av.plugins.plugin_spec import PLUGINS
+
+KERNELS = Path(tree_reference.__file__).with_name("kernels")
 
 
 def test_a_chain_is_trimmed_like_a_chain() -> None:
@@ -139,3 +144,16 @@ def test_paths_that_are_no_tree() -> None:
     for _ in range(50):
         parent, depth = tree_reference.decode_tree(g.integers(-3, 12, (9, 4)))
         assert (parent < np.arange(9)).all() and ((depth == 0) == (parent == -1)).all()
+
+
+def test_limits_are_the_kernels() -> None:
+    """Guards against: a batch or tree that is let through and does not fit the kernels' tables."""
+    text = "".join((KERNELS / name).read_text("utf-8") for name in ("tree.cuh", "tree_trim.cu"))
+    limit = {name: int(value) for name, value in re.findall(r"int (MAX_\w+) = (\d+);", text)}
+    levels = limit["MAX_COEFFICIENTS"] - 1
+    requests, drafts = limit["MAX_REQUESTS"], limit["MAX_NODES"] - 1
+    assert (requests, drafts) == (512, 256)
+    most = {name: {one.name: one.most for one in PLUGINS[name].limits} for name in PLUGINS}
+    assert most["ScoreLevel"] == {"R": requests, "N": drafts + 1, "D": levels + 1}
+    assert most["TrimTree"] == {"R": requests, "K": drafts, "D": levels + 1}
+    assert limit["MAX_CHILDREN"] == tree_reference.MAX_CHILDREN

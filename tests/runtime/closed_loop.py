@@ -18,6 +18,7 @@ from trtllm_av.runtime.confidence import SurvivalHistory
 from trtllm_av.runtime.cost_model import CostModel
 from trtllm_av.runtime.depth import Decision, DepthController
 from trtllm_av.runtime.estimator import AcceptanceEstimator
+from trtllm_av.runtime.exploration import Exploration
 from trtllm_av.runtime.feedback import RoundFeedback
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -57,14 +58,29 @@ class Workload:
 
 
 class ClosedLoop:
-    """R requests that never end, K positions."""
+    """R requests that never end, K positions.
+
+    ``deep``, if set, is the workload of positions from ``FIRST_DEEP`` on. ``has_trimmed_labels`` False leaves
+    out the label of the first trimmed position, as the public reference does.
+    """
+
+    FIRST_DEEP = 3
 
     def __init__(
-        self, num_requests: int, num_positions: int, *, is_block: bool = True, seed: int = 0
+        self,
+        num_requests: int,
+        num_positions: int,
+        *,
+        is_block: bool = True,
+        exploration: float = 0.0,
+        has_trimmed_labels: bool = True,
+        seed: int = 0,
     ) -> None:
         self.shape = (num_requests, num_positions)
         self.rng = np.random.default_rng(seed)
         self.workload = Workload.load()
+        self.deep: Workload | None = None
+        self.has_trimmed_labels = has_trimmed_labels
         self.cost_model = CostModel.from_table(
             COST_PROFILE, num_positions=num_positions, is_block=is_block
         )
@@ -72,6 +88,7 @@ class ClosedLoop:
         self.history = SurvivalHistory(num_requests, num_positions)
         self.controller = DepthController(self.cost_model)
         self.feedback = RoundFeedback(self.estimator, self.controller, num_requests)
+        self.exploration = Exploration(num_positions, exploration) if exploration else None
         self.decisions: list[Decision] = []
         self.tokens = 0
         self.ms = 0.0
@@ -87,15 +104,19 @@ class ClosedLoop:
         num_requests, num_positions = self.shape
         slots = np.arange(num_requests)
         limits = np.full(num_requests, num_positions, np.int32)
+        survival = self.history.survival(slots)
         decision = self.controller.decide(
-            self.history.survival(slots),
-            limits,
-            np.zeros_like(limits),
-            num_requests,
-            sampling_rows=num_requests,
+            survival, limits, np.zeros_like(limits), num_requests, sampling_rows=num_requests
         )
+        if self.exploration is not None:
+            decision = self.exploration.aim(decision, survival, self.estimator.label_counts)
         self.decisions.append(decision)
         feature, overlap = self.workload.draw(self.rng, self.shape)
+        if self.deep is not None:
+            rest = (num_requests, num_positions - self.FIRST_DEEP)
+            feature[:, self.FIRST_DEEP :], overlap[:, self.FIRST_DEEP :] = self.deep.draw(
+                self.rng, rest
+            )
         features = torch.from_numpy(feature[:, :, None])
         confidence = self.score(feature) * (np.arange(num_positions) < decision.draft_lens[:, None])
         _, verify_lens, _ = torch_ops.trim_drafts(
@@ -110,7 +131,9 @@ class ClosedLoop:
         accepted = np.minimum(is_accepted.sum(axis=1), verified).astype(np.int32)
         first_trimmed = overlap[slots, np.minimum(verified, num_positions - 1)]
         soft = np.where(
-            (accepted == verified) & (verified < decision.draft_lens), first_trimmed, np.nan
+            self.has_trimmed_labels & (accepted == verified) & (verified < decision.draft_lens),
+            first_trimmed,
+            np.nan,
         )
         self.feedback.add(
             features,

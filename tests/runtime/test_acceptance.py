@@ -257,3 +257,32 @@ def test_real_draws_follow_the_targets_law(dtype: torch.dtype) -> None:
         expected = expected * bonus.numel() / n
         statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
         assert statistic < freedom + 4 * (2 * freedom) ** 0.5, settings[g]
+
+
+def test_overlaps_are_known_where_a_draft_was_judged() -> None:
+    """Guards against Σ min(p, q) of another row or position, or of drafts that nobody judged."""
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.6, 0.4, 0.0]], dtype=torch.float64)
+    q = torch.tensor([[0.2, 0.2, 0.6], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4]], dtype=torch.float64)
+    zeros = torch.zeros(3, dtype=torch.int64)
+    # Row 0 accepts token 1 twice and verifies two of three; row 1 rejects its first; row 2 has none.
+    target = torch.stack([p[0], p[1], p[2], p[2], p[0], p[0], p[1]])
+    outcome = accept_drafts(
+        Distribution.from_probabilities(target),
+        torch.tensor([0, 3, 6, 7]),
+        torch.tensor([[1, 1, 0], [2, 0, 0], [0, 0, 0]]),
+        [Distribution.from_probabilities(law.repeat(3, 1)) for law in q],
+        torch.tensor([3, 2, 0]),
+        torch.tensor([2, 2, 0]),
+        key_maker(zeros, zeros, zeros),
+        KeyedSource(),
+        has_overlaps=True,
+    )
+    accepted = outcome.accepted_lens.tolist()
+    assert accepted[1:] == [0, 0]  # p(2) = 0 there
+    assert outcome.overlaps is not None
+    overlap = [[float(torch.minimum(a, b).sum()) for b in q] for a in p]
+    expected = torch.full((3, 3), torch.nan, dtype=torch.float64)
+    for position in range(min(accepted[0] + 1, 2)):
+        expected[0, position] = overlap[position][position]
+    expected[1, 0] = overlap[2][0]
+    torch.testing.assert_close(outcome.overlaps, expected, equal_nan=True)

@@ -39,6 +39,18 @@ def test_the_last_round_of_each_slot_is_what_counts() -> None:
     np.testing.assert_allclose(survival, [[0.9, 0.72, 0.504], [0.2, 0.08, 0.048]], rtol=1e-6)
 
 
+def test_few_rows_are_forecast_from_the_mean_and_many_from_their_own() -> None:
+    """Guards against a batch of one row that follows each round's noise away from its best depth."""
+    history = SurvivalHistory(64, 1)
+    update(history, [[0.2], [0.8]] * 32, [1] * 64)
+    one = history.forecast(np.array([0]))
+    np.testing.assert_allclose(one, [[0.2 / 3 + 0.5 * 2 / 3]], rtol=1e-6)
+    many = history.forecast(np.arange(64))
+    np.testing.assert_allclose(many[:2, 0], [0.2 + 0.3 * 2 / 66, 0.8 - 0.3 * 2 / 66], rtol=1e-6)
+    assert history.forecast(np.empty(0, np.int64)).shape == (0, 1)
+    np.testing.assert_allclose(history.survival(np.array([0])), [[0.2]], rtol=1e-6)
+
+
 def test_a_new_request_starts_from_the_mean_survival() -> None:
     """Guards against churn that biases B: a reused slot that keeps the survival of the request before."""
     history = SurvivalHistory(3, K)

@@ -37,8 +37,10 @@ def model(
 class Batch:
     """A controller with a batch that stays the same."""
 
-    def __init__(self, cost_model: CostModel, survival: Any, **lens: Any) -> None:
-        self.controller = DepthController(cost_model)
+    def __init__(
+        self, cost_model: CostModel, survival: Any, *, min_gain: float = 0.0, **lens: Any
+    ) -> None:
+        self.controller = DepthController(cost_model, min_gain=min_gain)
         self.survival = np.asarray(survival, np.float32)
         rows = self.survival.shape[0]
         self.limits = np.array(lens.get("limits", [K] * rows), np.int32)
@@ -244,3 +246,41 @@ def test_decisions_repeat() -> None:
             decisions.append((decision.depth, decision.budget, decision.probe_row))
         runs.append(decisions)
     assert runs[0] == runs[1]
+
+
+def test_a_small_gain_does_not_leave_the_uniform_path() -> None:
+    """Guards against case 14: a trim that gains 1 % by forecast and costs more than that by being ragged."""
+    costs = model(0.5, 1.0)
+    survival = [[0.9, 0.8, 0.7, 0.2], [0.9, 0.8, 0.7, 0.1]] * 2
+
+    def usual(min_gain: float) -> Decision:
+        decisions = Batch(costs, survival, min_gain=min_gain).run(30)
+        return next(d for d in reversed(decisions) if not d.is_probe)
+
+    trimmed, uniform = usual(0.0), usual(0.05)
+    gain = (trimmed.expected_tokens / trimmed.cost_ms) / (uniform.expected_tokens / uniform.cost_ms)
+    assert 1.0 <= gain < 1.05
+    assert not trimmed.is_uniform
+    assert uniform.is_uniform
+    assert uniform.budget == uniform.draft_lens.sum()
+    np.testing.assert_array_equal(uniform.min_verify_lens, uniform.draft_lens)
+    # 4 base tokens and all drafts.
+    tokens = 4 + 4 * uniform.depth
+    assert uniform.cost_ms == pytest.approx(10.0 + 0.5 * tokens + uniform.depth / K)
+
+
+def test_a_large_gain_leaves_the_uniform_path() -> None:
+    """Guards against a threshold that switches adaptive verification off."""
+    costs = model(2.0, 0.4, is_block=True)
+    survival = [[0.95, 0.9, 0.85, 0.8]] + [[0.3, 0.1, 0.05, 0.01]] * 3
+    decisions = Batch(costs, survival, min_gain=0.05).run(30)
+    assert not any(decision.is_uniform for decision in decisions)
+
+
+def test_probes_are_no_uniform_rounds() -> None:
+    """Guards against a probe counted as uniform, whose floor is one row's."""
+    batch = Batch(model(0.1, 8.0), BAD, min_gain=0.5)
+    decisions = batch.run(60)
+    assert any(decision.is_probe for decision in decisions)
+    assert all(decision.is_uniform != decision.is_probe for decision in decisions)
+    assert {d.depth for d in decisions if d.is_uniform} == {0}

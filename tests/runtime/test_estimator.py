@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from trtllm_av.plugins.reference import accumulate_statistics, score_drafts
+from trtllm_av.plugins.reference import accumulate_statistics, score_drafts, score_features
 from trtllm_av.runtime.estimator import (
     MAX_INTERCEPT,
     MAX_LOGIT_STEP,
@@ -272,3 +272,24 @@ def test_state_survives_json() -> None:
     for bad in ([float("nan"), 0.0, 0.0], [-0.1, 0.0, 0.0], [0.5, 0.0, 99.0]):
         with pytest.raises(ValueError, match="impossible"):
             second.load_state_dict({**state, "coefficients": bad})
+
+
+def test_a_slope_at_its_bound_does_not_drag_the_others() -> None:
+    """Guards against two features that say nearly the same: one slope stops at 0, and the other goes on
+    compensating for it, refit after refit, up to its own bound."""
+    rng = np.random.default_rng(0)
+    estimator = AcceptanceEstimator(2, num_features=2)
+    losses = []
+    for _ in range(80):
+        f = rng.normal(-0.3, 1.5, (300, 2)).astype(np.float32)
+        features = np.stack([f, np.logaddexp(0, f)], -1)
+        chance = 1 / (1 + np.exp(-(0.9 * features[..., 1] - 0.2 * f - 0.4)))
+        labels = (rng.random(f.shape) < chance).astype(np.float32)
+        p = score_features(features, estimator.coefficients, [0], dtype=np.float64)
+        best = -(chance * np.log(chance) + (1 - chance) * np.log(1 - chance)).mean()
+        losses.append(-(chance * np.log(p) + (1 - chance) * np.log(1 - p)).mean() - best)
+        statistics = accumulate_statistics(features, labels, estimator.coefficients)
+        estimator.observe(statistics, estimator.version)
+        estimator.refit()
+    assert max(losses[10:]) < 0.05
+    assert np.mean(losses[10:]) < 0.01

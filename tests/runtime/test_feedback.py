@@ -128,3 +128,22 @@ def test_rows_that_must_not_train_are_not_checked_either() -> None:
     assert not estimator.refit()
     assert feedback.expected_accepted == feedback.actual_accepted == 0
     assert probes.probe_period == 64
+
+
+def test_soft_labels_train_on_the_overlap() -> None:
+    """Guards against a label of 1 or 0 where Σ min(p, q) is known, and against one where nothing was judged."""
+    overlaps = torch.tensor([[0.7, 0.6, 0.5], [0.4, 0.3, 0.2]])
+    lens = [torch.tensor(values, dtype=torch.int32) for values in ([3, 3], [2, 3], [2, 1], [3, 1])]
+    features = torch.full((2, K, 1), 2.0)
+    estimator = AcceptanceEstimator(K)
+    feedback = RoundFeedback(estimator, controller(), 2, has_soft_labels=True)
+    known = overlaps.clone()
+    known[1, 2] = torch.nan  # behind the rejection
+    known[0, 2] = torch.nan  # trimmed: its own label says more
+    trimmed = torch.tensor([0.45, torch.nan])
+    feedback.add(features, torch.full((2, K), 0.5), *lens, trimmed, known)
+    feedback.flush()
+    labels = np.array([[0.7, 0.6, 0.45], [0.4, np.nan, np.nan]])  # row 1 stopped at its first token
+    expected = reference.accumulate_statistics(features.numpy(), labels, estimator.coefficients)
+    np.testing.assert_allclose(estimator._statistics, expected, rtol=1e-6)
+    assert estimator.label_counts.tolist() == [2, 1, 1]

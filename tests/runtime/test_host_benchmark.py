@@ -8,7 +8,7 @@ from benchmarks import host
 def test_rows_name_every_op() -> None:
     """Guards against an op that is dropped from the benchmark, or timed with nothing to do."""
     rows = host.measure(requests=(4,), num_positions=3)
-    assert [row.op for row in rows] == ["budget", "decide", "trim", "observe", "round"]
+    assert [row.op for row in rows] == ["budget", "decide", "trim", "observe", "count", "round"]
     assert all(row.R == 4 and row.K == 3 and row.us > 1 for row in rows)
     whole = rows[-1].us
     assert whole > max(row.us for row in rows[:-1])

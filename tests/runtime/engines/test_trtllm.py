@@ -36,6 +36,7 @@ def write_engine(folder: Path, choices: Sequence[Sequence[int]] = CHAIN, **chang
         "max_non_leaves_per_layer": 4,
         "mapping": {"world_size": 1},
         "adaptive_verification": settings,
+        "adaptive_verification_version": "1",
         **changes,
     }
     config = {"version": "1.2.1", "pretrained_config": model, "build_config": {"max_draft_len": 0}}
@@ -258,10 +259,40 @@ def test_cancelled_request_is_forgotten(setup: Setup) -> None:
     assert not wrapper.adaptation.reader.live
 
 
+def test_failed_request_leaves_the_others_whole(setup: Setup) -> None:
+    """Guards against tokens that others of the same step lose, and a failed request that counts as live."""
+    wrapper, executor = setup.start()
+    numbers = [wrapper.submit(prompt, max_tokens=LENGTH) for prompt in PROMPTS[:3]]
+    executor.failing = numbers[1]
+    ended = {}
+    while wrapper.has_work:
+        ended |= {r.request_id: r for r in wrapper.step() if r.is_final}
+    assert [ended[number].error for number in numbers] == [None, "out of blocks", None]
+    assert [ended[number].token_ids for number in numbers[::2]] == EXPECTED[:3:2]
+    drain(wrapper)
+    assert wrapper.adaptation is not None and not wrapper.adaptation.reader.live
+
+
+def test_generate_says_which_request_failed(setup: Setup) -> None:
+    """Guards against tokens cut short that are taken for a whole answer."""
+    wrapper, executor = setup.start()
+    executor.failing = 2
+    with pytest.raises(RequestError, match="request 2 failed: out of blocks"):
+        wrapper.generate(PROMPTS[:2], max_tokens=LENGTH)
+
+
 @pytest.mark.parametrize(
     ("engine", "options", "error", "named"),
     [
-        ({"adaptive_verification": None}, {}, CheckpointError, "does not trim its drafts"),
+        ({"adaptive_verification_version": None}, {}, CheckpointError, "does not trim its drafts"),
+        (
+            {"adaptive_verification_version": "2"},
+            {},
+            CheckpointError,
+            "version 2, here is 1; build",
+        ),
+        ({"adaptive_verification": None}, {}, CheckpointError, "lacks what an EAGLE engine has"),
+        ({"num_eagle_layers": "four"}, {}, CheckpointError, "invalid literal .*; build the engine"),
         ({"architecture": "LlamaForCausalLM"}, {}, CheckpointError, "LlamaForCausalLM"),
         ({"settings": {"trace": False}}, {}, UsageError, "av_trace"),
         ({"mapping": {"world_size": 2}}, {}, UsageError, "2 ranks"),

@@ -273,14 +273,14 @@ def test_ranks_change_over_in_one_round() -> None:
 
 
 class Recorder:
-    """A control block that keeps what is written."""
+    """A control block that keeps what is written; every write has to name ``floor``."""
 
-    def __init__(self, round: int = 0) -> None:
-        self.round = round
+    def __init__(self, round: int = 0, floor: int = 1) -> None:
+        self.round, self.floor = round, floor
         self.writes: list[tuple[int | None, int]] = []
 
     def write(self, *, budget: int, coefficients: Any, floor: int = 1, round: int) -> int:
-        assert floor == 1
+        assert floor == self.floor
         self.writes.append((budget, round))
         return len(self.writes)
 
@@ -336,6 +336,15 @@ def test_probes_verify_everything_until_the_next_decision() -> None:
     assert all(2 <= budget < 8 for budget in budgets if budget is not None)
     assert budgets.count(None) < len(budgets) / 3
     assert not adaptation.fallbacks
+
+
+def test_floor_of_the_engine_is_kept() -> None:
+    """Guards against an engine of av_min_draft_len 2 whose requests are trimmed to one draft."""
+    block = Recorder(floor=2)
+    adaptation = TrtllmAdaptation(DraftTree.chain(4), ControlWriter([block]), min_draft_len=2)
+    observe(adaptation, block, range(1, 60))
+    budgets = {budget for budget, _ in block.writes} - {None}
+    assert budgets and min(budgets) == 4  # two drafts of each of two requests
 
 
 def test_new_requests_are_decided_for_at_once() -> None:

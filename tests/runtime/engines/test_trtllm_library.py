@@ -86,6 +86,13 @@ def test_python_form_serves_one_process(registered: list[str]) -> None:
     assert registered == ["tensorrt"]
 
 
+def test_python_form_needs_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an ImportError's traceback on a machine without TensorRT."""
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(MissingDependencyError, match="install tensorrt-llm"):
+        register_plugins("python")
+
+
 def test_builds_need_no_library(
     tmp_path: Path,
     registered: list[str],

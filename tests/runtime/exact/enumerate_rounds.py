@@ -119,6 +119,9 @@ class Enumeration:
     depths: set[int]
     trimmed_rounds: int
     refit_rounds: int
+    explored_rounds: int = 0
+    uniform_rounds: int = 0
+    early_stops: int = 0
 
 
 class _Pickler(pickle.Pickler):
@@ -157,7 +160,14 @@ def enumerate_engine(engine: Engine, num_requests: int, *, max_steps: int = 64) 
                 assert isinstance(run_source, EnumeratingSource)
                 run_source.restart(script)
                 result.refit_rounds += run.controller.estimator.num_refits > 0
+                counted = _counts(run)
                 events = run.step()
+                explored, uniform, stopped = (
+                    after - before for before, after in zip(counted, _counts(run), strict=True)
+                )
+                result.explored_rounds += explored
+                result.uniform_rounds += uniform
+                result.early_stops += stopped
                 result.num_paths += 1
                 scripts += run_source.alternatives()
                 probability = weight * run_source.probability
@@ -183,6 +193,13 @@ def enumerate_engine(engine: Engine, num_requests: int, *, max_steps: int = 64) 
     return result
 
 
+def _counts(engine: Engine) -> tuple[int, int, int]:
+    """Rounds so far that explored, that verified all for want of a gain, and that stopped drafting."""
+    controller = engine.controller
+    explored = 0 if controller.exploration is None else controller.exploration.num_rounds
+    return explored, controller.num_uniform_rounds, engine.round.num_early_stops
+
+
 def _forget(engine: Engine) -> None:
     """Drop what records the past and does not shape the future."""
     engine.reset_report()
@@ -205,24 +222,34 @@ def _state_of(engine: Engine) -> object:
         feedback._confidence[:rows].tolist(),
         feedback._overlap[:rows].tolist(),
         feedback._lens[:, :rows].tolist(),
+        None if feedback._overlaps is None else feedback._overlaps[:rows].tolist(),
     ]
     return (
         live,
         pending,
         [_plain(part) for part in (controller.history, controller.depth, feedback)],
+        None if controller.recent is None else _plain(controller.recent),
+        # What it explored so far is only told, never read.
+        None if controller.exploration is None else _plain(controller.exploration, is_private=True),
         controller.estimator.state_dict(),
+        controller.estimator.label_counts.tolist(),
     )
 
 
-WORK_SPACE = ("_features", "_confidence", "_overlap", "_lens")
+WORK_SPACE = ("_features", "_confidence", "_overlap", "_overlaps", "_lens")
 
 
-def _plain(part: object) -> dict[str, object]:
-    """The attributes of ``part`` that are values; sub-objects and work space are not its state."""
+def _plain(part: object, *, is_private: bool = False) -> dict[str, object]:
+    """The attributes of ``part`` that are values; sub-objects and work space are not its state.
+
+    ``is_private`` leaves public ones out.
+    """
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in vars(part).items()
-        if isinstance(value, (int, float, np.ndarray, type(None))) and name not in WORK_SPACE
+        if isinstance(value, (int, float, np.ndarray, type(None)))
+        and name not in WORK_SPACE
+        and (name.startswith("_") or not is_private)
     }
 
 

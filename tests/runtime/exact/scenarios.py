@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,13 @@ from tests.runtime.exact.enumerate_rounds import (
     enumerate_engine,
     product_law,
 )
-from tests.runtime.exact.tiny_models import TableDrafter, TableExecutor, random_table
+from tests.runtime.exact.tiny_models import (
+    HeadedTableDrafter,
+    TableDrafter,
+    TableExecutor,
+    random_table,
+)
+from trtllm_av.runtime.adaptive_options import AdaptiveOptions
 from trtllm_av.runtime.controller import AdaptiveController
 from trtllm_av.runtime.cost_model import CostModel
 from trtllm_av.runtime.params import SamplingParams
@@ -44,7 +50,8 @@ def two_level_table(vocab_size: int, seed: int) -> Tensor:
 class Scenario:
     """``params`` and ``prompts``: one per request; ``slope`` and ``intercept`` start the estimator;
     ``is_probing`` False leaves probe rounds out, so that the first round already trims;
-    ``is_greedy_draft``: drafts are the drafter's likeliest tokens, q is one-hot."""
+    ``is_greedy_draft``: drafts are the drafter's likeliest tokens, q is one-hot; ``head``: logits [V,V] of
+    a confidence head; ``prepare`` edits the engine before its requests come."""
 
     target: Tensor
     draft: Tensor
@@ -58,6 +65,16 @@ class Scenario:
     intercept: float = -0.2
     is_probing: bool = True
     is_greedy_draft: bool = False
+    head: Tensor | None = None
+    options: AdaptiveOptions = field(default_factory=AdaptiveOptions)
+    prepare: Callable[[Engine], None] | None = None
+
+    def drafter(self) -> TableDrafter:
+        if self.head is None:
+            return TableDrafter(self.draft, self.num_draft_tokens, is_block=self.is_block)
+        return HeadedTableDrafter(
+            self.draft, self.head, self.num_draft_tokens, is_block=self.is_block
+        )
 
     def cost_model(self) -> CostModel:
         return CostModel.from_table(
@@ -73,10 +90,13 @@ class Scenario:
             self.cost_model(),
             refit_interval=self.refit_interval,
             dtype=np.float64,
+            options=self.options,
         )
         if self.slope is not None:
             state = controller.estimator.state_dict()
-            state["coefficients"] = [self.slope] + [self.intercept] * self.num_draft_tokens
+            extra = [0.0] * (self.options.num_features - 1)
+            intercepts = [self.intercept] * self.num_draft_tokens
+            state["coefficients"] = [self.slope, *extra, *intercepts]
             controller.estimator.load_state_dict(state)
             controller.history.set_coefficients(controller.estimator.coefficients)
         if not self.is_probing:
@@ -84,13 +104,15 @@ class Scenario:
             controller.depth._rounds_to_probe = 1000
         engine = Engine(
             TableExecutor(self.target, num_slots, 32),
-            TableDrafter(self.draft, self.num_draft_tokens, is_block=self.is_block),
+            self.drafter(),
             controller,
             EnumeratingSource(),
             max_seq_len=24,
             is_greedy_draft=self.is_greedy_draft,
             dtype=torch.float64,
         )
+        if self.prepare is not None:
+            self.prepare(engine)
         for prompt, params in zip(self.prompts, self.params, strict=True):
             engine.submit(prompt, params)
         return engine

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.runtime.exact import scenarios
 from tests.runtime.exact.scenarios import Scenario, largest_error, one_request, two_requests
 from tests.runtime.exact.tiny_models import random_table
-from trtllm_av.runtime import step
 from trtllm_av.runtime.budget import find_budgets
+from trtllm_av.runtime.operations import TorchOperations
 from trtllm_av.runtime.params import SamplingParams
 from trtllm_av.runtime.sampling import Distribution
 from trtllm_av.runtime.step import Drafts, Round, RoundPlan, Trim
@@ -320,7 +320,7 @@ def tied_requests() -> Scenario:
 
 def test_detects_ties_broken_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deeper slots first on ties: a request's first slot then wins by what it has drawn."""
-    original = step.torch_ops.trim_drafts
+    original = TorchOperations.trim_drafts
 
     def trim(
         confidence: Tensor, draft_lens: Tensor, base: Tensor, floors: Tensor, budget: Tensor
@@ -338,7 +338,7 @@ def test_detects_ties_broken_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> N
         return survival, lens, torch.cat([ends.new_zeros(1), ends])
 
     detects(
-        lambda patch: patch.setattr(step.torch_ops, "trim_drafts", trim),
+        lambda patch: patch.setattr(TorchOperations, "trim_drafts", staticmethod(trim)),
         tied_requests(),
         monkeypatch,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trtllm_av.runtime.engines.base import ExecutorIdentity
 from trtllm_av.runtime.models.batch import PackedBatch
-from trtllm_av.runtime.models.drafters.base import DraftContext
+from trtllm_av.runtime.models.drafters.base import DraftContext, NoConfidenceHead
 
 
 def random_table(vocab_size: int, scale: float, seed: int) -> Tensor:
@@ -44,7 +44,7 @@ class TableExecutor:
         return logits[logit_rows], hidden
 
 
-class TableDrafter:
+class TableDrafter(NoConfidenceHead):
     """A drafter whose logits are its own table over the last two tokens."""
 
     name = "table"
@@ -78,3 +78,18 @@ class TableDrafter:
     def step(self, position: int, tokens: Tensor) -> Tensor:
         self.before, self.last = self.last, tokens
         return self.table[self.before, self.last]
+
+
+class HeadedTableDrafter(TableDrafter):
+    """A TableDrafter with a confidence head, a table [V, V] of logits over the last two tokens."""
+
+    has_confidence_head = True
+
+    def __init__(
+        self, table: Tensor, head: Tensor, max_draft_len: int, *, is_block: bool = False
+    ) -> None:
+        super().__init__(table, max_draft_len, is_block=is_block)
+        self.head = head
+
+    def confidence_logit(self) -> Tensor:
+        return self.head[self.before, self.last]

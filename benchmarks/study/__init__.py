@@ -1,0 +1,1 @@
+"""The estimator study: recorded drafts served again, predicted by rules, and scored."""

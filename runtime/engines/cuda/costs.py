@@ -1,0 +1,144 @@
+"""What a device round costs, by request bucket, token bucket and context length.
+
+A profile holds the milliseconds of every captured verify pass and of drafts at two KV lengths; between
+them costs are interpolated by the batch's mean. While serving, each completed round moves its bucket's
+ratio of measured to profiled time (an exponential mean).
+
+Invariants: no cost falls with more tokens or depth: the running maximum is applied again after every
+update; a ratio stays within ±30 % of the profile, and is reported; the profile that is stored holds none
+of the ratios; ``bucket`` and ``verify_ms`` describe the same staircase.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_av.runtime.cost_model import CostModel
+from trtllm_av.runtime.engines.cuda.sizes import padded, sizes_up_to
+
+Float64 = NDArray[np.float64]
+Ints = NDArray[np.integer[Any]]
+
+MAX_DRIFT = 0.3
+_WEIGHT = 0.05  # of one round in a bucket's ratio
+
+
+@dataclass(frozen=True, slots=True)
+class BucketProfile:
+    """Milliseconds of one request bucket. ``verify`` [2, N] by KV length and token bucket ``tokens`` [N];
+    ``draft`` [2, 2] by KV length, of the first and of each further drafted position."""
+
+    tokens: tuple[int, ...]
+    verify: Float64
+    draft: Float64
+
+
+class DeviceCosts(CostModel):
+    """The cost model of a ``CudaExecutor``; ``kv_lens`` are the two lengths of the profile.
+
+    ``set_batch`` chooses the batch that the other methods speak of. Nothing but the face is the base's.
+    """
+
+    def __init__(
+        self,
+        profile: Mapping[int, BucketProfile],
+        *,
+        num_positions: int,
+        kv_lens: tuple[int, int],
+    ) -> None:
+        self.num_positions = num_positions
+        self.is_block = False
+        self.kv_lens = kv_lens
+        self.profile = dict(profile)
+        self.num_updates = 0
+        self._requests = tuple(sorted(self.profile))
+        self._ratios = {
+            requests: (np.ones(len(bucket.tokens)), np.ones(1))
+            for requests, bucket in self.profile.items()
+        }
+        self.set_batch(1, kv_lens[0])
+
+    def set_batch(self, num_requests: int, mean_kv_len: float) -> None:
+        """Speak of a round of ``num_requests`` rows over ``mean_kv_len`` cached tokens each."""
+        self._bucket = padded(num_requests, self._requests)
+        bucket = self.profile[self._bucket]
+        verify_ratio, draft_ratio = self._ratios[self._bucket]
+        share = self._share(mean_kv_len)
+        low, high = bucket.verify
+        costs = np.maximum.accumulate((low + share * (high - low)) * verify_ratio)
+        first, following = (
+            bucket.draft[0] + share * (bucket.draft[1] - bucket.draft[0])
+        ) * draft_ratio
+        self._share_now = share
+        self._tokens = bucket.tokens
+        self._draft = (float(first), float(following))
+        sizes = np.diff(np.concatenate(([-1], bucket.tokens)))
+        self._dense: Float64 = costs.repeat(sizes)
+
+    def bucket(self, tokens: int) -> int:
+        """The size that a pass of ``tokens`` runs at."""
+        return padded(tokens, self._tokens)
+
+    def verify_ms(self, tokens: Ints) -> Float64:
+        """Cost of passes of ``tokens`` [N], [N] f64 in ms; in proportion behind the last bucket."""
+        last = self._dense.size - 1
+        beyond = np.maximum(tokens / last, 1.0)
+        return np.asarray(self._dense[np.minimum(tokens, last)] * beyond, np.float64)
+
+    def verify_row(self, first: int, last: int) -> Float64:
+        """The costs of ``first`` … ``last`` tokens, a view not to be written to."""
+        return self._dense[first : last + 1]
+
+    def draft_ms(self, requests: int, depth: int) -> float:
+        """Cost of drafting ``depth`` positions; all rows of the batch draft together, whoever needs it."""
+        if requests == 0 or depth == 0:
+            return 0.0
+        return self._draft[0] + (depth - 1) * self._draft[1]
+
+    def observe(
+        self, requests: int, num_tokens: int, depth: int, draft_ms: float, verify_ms: float
+    ) -> None:
+        """Take in a completed round of these buckets, at about the batch that was set last."""
+        bucket = self.profile.get(requests)
+        if bucket is None or num_tokens not in bucket.tokens:
+            return
+        verify_ratio, draft_ratio = self._ratios[requests]
+        index = bisect_left(bucket.tokens, num_tokens)
+        low, high = bucket.verify[:, index]
+        _move(verify_ratio, index, verify_ms / (low + self._share_now * (high - low)))
+        if depth > 0:
+            first, following = bucket.draft[0] + self._share_now * (
+                bucket.draft[1] - bucket.draft[0]
+            )
+            _move(draft_ratio, 0, draft_ms / (first + (depth - 1) * following))
+        self.num_updates += 1
+
+    def drift(self) -> dict[str, float]:
+        """Least and greatest ratio of live to profiled costs, and the rounds behind them, for reports."""
+        ratios = np.concatenate([part for pair in self._ratios.values() for part in pair])
+        return {
+            "updates": self.num_updates,
+            "min_ratio": float(ratios.min()),
+            "max_ratio": float(ratios.max()),
+        }
+
+    def _share(self, kv_len: float) -> float:
+        low, high = self.kv_lens
+        return min(max((kv_len - low) / (high - low), 0.0), 1.0)
+
+
+def _move(ratios: Float64, index: int, ratio: float) -> None:
+    ratios[index] += _WEIGHT * (ratio - ratios[index])
+    ratios[index] = min(max(ratios[index], 1.0 - MAX_DRIFT), 1.0 + MAX_DRIFT)
+
+
+def token_sizes_for(requests: int, previous: int, num_positions: int) -> tuple[int, ...]:
+    """Token buckets that a request bucket uses: from one token each of ``previous`` + 1 rows on."""
+    sizes = sizes_up_to(requests * (1 + num_positions))
+    return sizes[bisect_left(sizes, previous + 1) :]
