@@ -185,7 +185,7 @@ class SpeculativeConfig(_Strict):
     verifies everything, ``off`` does not draft.
     ``confidence_source``: the drafter's own ``head``, the ``estimator``, the estimator with the head's
     logit as its feature (``recalibrated``), or the head at the first position and the estimator behind it
-    (``head_then_estimator``); ``auto`` takes the head where the drafter has one, else the estimator.
+    (``head_then_estimator``); ``auto`` recalibrates the head where there is one.
 
     The estimator's further features, fit and score: ``extra_features``, each with a slope of its own, are
     −log(1 − q_max), which bends the law where the draft is unsure (``tail``), the log-odds between the draft

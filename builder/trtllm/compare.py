@@ -54,7 +54,7 @@ def compare_installed(import_module: Importer = importlib.import_module) -> list
         differences.append(Difference("tensorrt_llm.__version__", versions, package.__version__))
     for symbol in known.symbols:
         differences += _symbol(symbol, import_module)
-    for compare in (_parser, _plugin_config, _helper_inputs, _registry):
+    for compare in (_parser, _plugin_config, _engine_tensors, _helper_inputs, _registry):
         differences += _guarded(compare, import_module)
     if version is not None:
         entry = version
@@ -145,8 +145,8 @@ def _plugin_config(import_module: Importer) -> Iterator[Difference]:
     config = import_module(raw["module"]).PluginConfig
     where = f"{raw['module']}.PluginConfig"
     fields = getattr(config, "model_fields", None)
-    if fields is None:
-        yield Difference(where, "a pydantic model", _form(config))
+    if fields is None or _form(config) != raw["form"]:
+        yield Difference(where, f"a {raw['form']} model", _form(config))
         return
     if config.model_config.get("extra") != raw["extra"]:
         yield Difference(f"{where} extra", raw["extra"], str(config.model_config.get("extra")))
@@ -177,12 +177,36 @@ def _form(config: type[Any]) -> str:
     return "dataclass" if dataclasses.is_dataclass(config) else "plain class"
 
 
+def _engine_tensors(import_module: Importer) -> Iterator[Difference]:
+    """Inputs and outputs of the engine, by the names that the installed model class gives them."""
+    model = import_module("tensorrt_llm.models.eagle.model").EagleForCausalLM
+    inputs = [tensor.name for tensor in assumptions().engine_inputs]
+    for method, what, names in (
+        ("prepare_inputs", "input", inputs),
+        ("_eagle_fwd_helper", "output", assumptions().engine_outputs),
+    ):
+        quoted = set(re.findall(r"[\"'](\w+)[\"']", _source(getattr(model, method)) or ""))
+        if quoted.isdisjoint(names):
+            continue  # wrapped, or written in another way
+        for name in names:
+            if name not in quoted:
+                where = f"EagleForCausalLM.{method}"
+                yield Difference(where, f"the {what} {name}", "no such name")
+
+
+def _source(function: Any) -> str | None:
+    """The text of ``function``; None if there is none, as for a binding."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return None
+
+
 def _helper_inputs(import_module: Importer) -> Iterator[Difference]:
     """The names that the installed method reads: a new one would have to be passed on by ours."""
     helper = import_module("tensorrt_llm.models.eagle.model").EagleForCausalLM._eagle_fwd_helper
-    try:
-        source = inspect.getsource(helper)
-    except (OSError, TypeError):
+    source = _source(helper)
+    if source is None:
         return
     read = set(re.findall(r"kwargs\[[\"'](\w+)[\"']\]", source))
     if not read:

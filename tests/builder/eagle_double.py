@@ -285,7 +285,7 @@ def eagle_module(graph: Graph, prepared: list[dict[str, Any]]) -> ModuleType:
         def _eagle_fwd_helper(
             self, lm_logits: Any, hidden_states: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            return graph.add("stock", [lm_logits], ["next_draft_tokens"], lambda x: [x])[0]
+            return graph.add("stock", [lm_logits], ["tokens"], lambda x: [x])[0]
 
         def _prepare_drafter_inputs(
             self, layer_idx: Any, input_ids: Any, chunked_context_next_tokens: Any,

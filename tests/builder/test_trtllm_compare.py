@@ -234,13 +234,38 @@ def test_every_kind_of_difference_is_found(what: str) -> None:
     assert str(matching[0]).startswith(f"{where}: expected ")
 
 
+def set_source(monkeypatch: pytest.MonkeyPatch, **sources: str) -> None:
+    """The text of functions by their names."""
+    module = importlib.import_module("trtllm_av.builder.trtllm.compare")
+    monkeypatch.setattr(module.inspect, "getsource", lambda value: sources.get(value.__name__, ""))
+
+
+def test_tensors_of_the_engine_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an input or output under another name, which no executor would find."""
+    double = right_double(version="1.2.1", build_config_form="pydantic")
+    inputs = [tensor.name for tensor in assumptions().engine_inputs]
+    outputs = list(assumptions().engine_outputs)
+
+    def source(names: list[str]) -> str:
+        return "\n".join(f"Tensor(name='{name}')" for name in names)
+
+    set_source(monkeypatch, prepare_inputs=source(inputs), _eagle_fwd_helper=source(outputs))
+    assert differences(double) == []
+    set_source(
+        monkeypatch, prepare_inputs=source(inputs[1:]), _eagle_fwd_helper=source(outputs[:-1])
+    )
+    assert {(d.where, d.expected) for d in differences(double)} == {
+        ("EagleForCausalLM.prepare_inputs", f"the input {inputs[0]}"),
+        ("EagleForCausalLM._eagle_fwd_helper", f"the output {outputs[-1]}"),
+    }
+
+
 def test_inputs_that_the_helper_reads_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a new input of the stock helper that our network would not pass on."""
     double = right_double(version="1.2.1", build_config_form="pydantic")
     reads = "".join(f"kwargs['{name}']\n" for name in assumptions().helper_inputs[:-1])
     source = f'def helper():\n{reads}kwargs["new_input"]\n'
-    module = importlib.import_module("trtllm_av.builder.trtllm.compare")
-    monkeypatch.setattr(module.inspect, "getsource", lambda value: source)
+    set_source(monkeypatch, _eagle_fwd_helper=source)
     found = {(d.expected, d.found) for d in differences(double)}
     missing = assumptions().helper_inputs[-1]
     assert found == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -58,10 +59,13 @@ def test_python_code_runs(
 ) -> None:
     """Guards against code with a wrong name, argument or tree. Engine, executor and tokenizer are doubles."""
     setup = Setup(tmp_path, monkeypatch)
-    tree: Any = {}
-    exec(next(line for line in code.splitlines() if line.startswith("tree = ")), tree)
-    trtllm_tree.DraftTree(tree["tree"], num_levels=4, max_draft_len=63)  # the engine of the page
-    setup.start(tree["tree"])
+    (tree,) = (
+        eval(ast.unparse(node.value))
+        for node in ast.parse(code).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "tree"
+    )
+    trtllm_tree.DraftTree(tree, num_levels=4, max_draft_len=63)  # the engine of the page
+    setup.start(tree)
     ids = {"The sea is": [3, 1, 4], "Once upon a time": [1, 5, 9, 2]}
 
     class Tokenizer:

@@ -255,11 +255,8 @@ class TrtllmDouble:
             if build_config.dry_run:
                 return
             pretrained = {k: v for k, v in vars(model_config).items() if k != "mapping"}
-            config = {
-                "version": self.version,
-                "pretrained_config": pretrained,
-                "build_config": build_config.to_dict(),
-            }
+            parts = (self.version, pretrained, build_config.to_dict())
+            config = dict(zip(RAW["engine_config"]["sections"], parts, strict=True))
             (Path(output_dir) / "config.json").write_text(json.dumps(config))
 
         return parallel_build

@@ -47,7 +47,8 @@ def drafters() -> tuple[TableDrafter, HeadedTableDrafter]:
     ("asked", "has_head", "taken"),
     [
         ("auto", False, "estimator"),
-        ("auto", True, "head"),
+        ("auto", True, "recalibrated"),
+        ("head", True, "head"),
         ("estimator", True, "estimator"),
         ("estimator", False, "estimator"),
         ("recalibrated", True, "recalibrated"),

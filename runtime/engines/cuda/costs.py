@@ -2,7 +2,9 @@
 
 A profile holds the milliseconds of every captured verify pass and of drafts at two KV lengths; between
 them costs are interpolated by the batch's mean. While serving, each completed round moves its bucket's
-ratio of measured to profiled time (an exponential mean).
+ratio of measured to profiled time (an exponential mean, a plain one at first). A card under load is slower
+than in a profile: buckets that no round has used yet take the mean ratio of those that were, or they would
+look cheap for no other reason than that.
 
 Invariants: no cost falls with more tokens or depth: the running maximum is applied again after every
 update; a ratio stays within ±30 % of the profile, and is reported; the profile that is stored holds none
@@ -26,7 +28,7 @@ Float64 = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 
 MAX_DRIFT = 0.3
-_WEIGHT = 0.05  # of one round in a bucket's ratio
+_WEIGHT = 0.05  # of one round in a ratio, once there were 1 / _WEIGHT of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,26 @@ class BucketProfile:
     tokens: tuple[int, ...]
     verify: Float64
     draft: Float64
+
+
+class _Ratios:
+    """Exponential means of N ratios, and of all of them together for those that nobody has measured."""
+
+    def __init__(self, size: int) -> None:
+        self.values: Float64 = np.ones(size)
+        self.counts = np.zeros(size, np.int64)
+        self._common, self._total = 1.0, 0
+
+    def add(self, index: int, ratio: float) -> None:
+        self.counts[index] += 1
+        self._total += 1
+        weight = max(_WEIGHT, 1.0 / float(self.counts[index]))
+        self.values[index] += weight * (_bounded(ratio) - self.values[index])
+        self._common += max(_WEIGHT, 1.0 / self._total) * (_bounded(ratio) - self._common)
+
+    def current(self) -> Float64:
+        """[N], within the bounds."""
+        return np.where(self.counts > 0, self.values, self._common)
 
 
 class DeviceCosts(CostModel):
@@ -59,7 +81,7 @@ class DeviceCosts(CostModel):
         self.num_updates = 0
         self._requests = tuple(sorted(self.profile))
         self._ratios = {
-            requests: (np.ones(len(bucket.tokens)), np.ones(1))
+            requests: (_Ratios(len(bucket.tokens)), _Ratios(1))
             for requests, bucket in self.profile.items()
         }
         self.set_batch(1, kv_lens[0])
@@ -68,7 +90,7 @@ class DeviceCosts(CostModel):
         """Speak of a round of ``num_requests`` rows over ``mean_kv_len`` cached tokens each."""
         self._bucket = padded(num_requests, self._requests)
         bucket = self.profile[self._bucket]
-        verify_ratio, draft_ratio = self._ratios[self._bucket]
+        verify_ratio, draft_ratio = (part.current() for part in self._ratios[self._bucket])
         share = self._share(mean_kv_len)
         low, high = bucket.verify
         costs = np.maximum.accumulate((low + share * (high - low)) * verify_ratio)
@@ -111,21 +133,23 @@ class DeviceCosts(CostModel):
         verify_ratio, draft_ratio = self._ratios[requests]
         index = bisect_left(bucket.tokens, num_tokens)
         low, high = bucket.verify[:, index]
-        _move(verify_ratio, index, verify_ms / (low + self._share_now * (high - low)))
+        verify_ratio.add(index, verify_ms / (low + self._share_now * (high - low)))
         if depth > 0:
             first, following = bucket.draft[0] + self._share_now * (
                 bucket.draft[1] - bucket.draft[0]
             )
-            _move(draft_ratio, 0, draft_ms / (first + (depth - 1) * following))
+            draft_ratio.add(0, draft_ms / (first + (depth - 1) * following))
         self.num_updates += 1
 
     def drift(self) -> dict[str, float]:
         """Least and greatest ratio of live to profiled costs, and the rounds behind them, for reports."""
-        ratios = np.concatenate([part for pair in self._ratios.values() for part in pair])
+        ratios = np.concatenate(
+            [part.values[part.counts > 0] for pair in self._ratios.values() for part in pair]
+        )
         return {
             "updates": self.num_updates,
-            "min_ratio": float(ratios.min()),
-            "max_ratio": float(ratios.max()),
+            "min_ratio": float(ratios.min(initial=1.0)),
+            "max_ratio": float(ratios.max(initial=1.0)),
         }
 
     def _share(self, kv_len: float) -> float:
@@ -133,9 +157,8 @@ class DeviceCosts(CostModel):
         return min(max((kv_len - low) / (high - low), 0.0), 1.0)
 
 
-def _move(ratios: Float64, index: int, ratio: float) -> None:
-    ratios[index] += _WEIGHT * (ratio - ratios[index])
-    ratios[index] = min(max(ratios[index], 1.0 - MAX_DRIFT), 1.0 + MAX_DRIFT)
+def _bounded(ratio: float) -> float:
+    return min(max(ratio, 1.0 - MAX_DRIFT), 1.0 + MAX_DRIFT)
 
 
 def token_sizes_for(requests: int, previous: int, num_positions: int) -> tuple[int, ...]:

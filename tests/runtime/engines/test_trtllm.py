@@ -17,6 +17,7 @@ from tests.builder.eagle_double import Control, EagleDouble
 from tests.builder.executor_double import ExecutorDouble, fill_bindings
 from tests.builder.toy_models import CHAIN, TREE, greedy
 from tests.builder.trtllm_double import TrtllmDouble
+from trtllm_av.builder.trtllm.assumptions import assumptions
 from trtllm_av.plugins.control_block import SIZE, ControlBlock
 from trtllm_av.runtime.engines import trtllm
 from trtllm_av.runtime.engines.trtllm import TrtllmExecutor, TrtllmOptions
@@ -39,6 +40,8 @@ def write_engine(folder: Path, choices: Sequence[Sequence[int]] = CHAIN, **chang
         "adaptive_verification_version": "1",
         **changes,
     }
+    ours = {"adaptive_verification", "adaptive_verification_version"}
+    assert model.keys() - ours <= set(assumptions().raw["engine_config"]["pretrained_keys"])
     config = {"version": "1.2.1", "pretrained_config": model, "build_config": {"max_draft_len": 0}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

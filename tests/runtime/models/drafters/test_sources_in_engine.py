@@ -49,7 +49,8 @@ def load(loaded: LoadedModel, folder: Path, method: str, **options: Any) -> LLM:
 @pytest.mark.parametrize(
     ("source", "taken"),
     [
-        ("auto", "head"),
+        ("auto", "recalibrated"),
+        ("head", "head"),
         ("estimator", "estimator"),
         ("recalibrated", "recalibrated"),
         ("head_then_estimator", "head_then_estimator"),
