@@ -199,6 +199,11 @@ class ServingSetup:
             "av_share": adaptive_part / (1e3 * seconds) if is_adaptive else 0.0,
             "mean_depth": mean_depth,
             "mean_verify_len": total["verified"] / (rounds * concurrency),
+            "forecast": (
+                total["expected_accepted"] / total["checked_accepted"]
+                if total["checked_accepted"]
+                else None
+            ),
             **{name: int(total[name]) for name in ("accepted", "verified", "drafted", "probes")},
         }
 
@@ -276,6 +281,8 @@ class ServingSetup:
             "verified": report.verified,
             "drafted": report.drafted,
             "probes": report.probes,
+            "expected_accepted": report.expected_accepted,
+            "checked_accepted": report.checked_accepted,
         }
 
 

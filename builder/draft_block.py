@@ -37,6 +37,7 @@ class BlockSource(HeadSource):
         """Raises as ``HeadSource.find``, and UsageError for longer drafts than the head was trained for."""
         head, draft_to_target = cls._load(path, torch.float32)
         check_fingerprint(str(path), head.config.target_fingerprint, target)
+        check_draft_ids(path, draft_to_target, target.config.vocab_size)
         if num_positions > head.config.block_size:
             raise UsageError(
                 f"--max_draft_len {num_positions}: the head {str(path)!r} drafts blocks of at most "

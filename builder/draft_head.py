@@ -24,7 +24,7 @@ from trtllm_av.runtime.errors import CheckpointError
 from trtllm_av.runtime.models.checkpoint import CheckpointFiles
 from trtllm_av.runtime.models.drafters import eagle
 from trtllm_av.runtime.models.drafters.eagle_head import EagleHeadConfig, load_head
-from trtllm_av.runtime.models.drafters.head_file import target_fingerprint
+from trtllm_av.runtime.models.drafters.head_file import check_draft_ids, target_fingerprint
 from trtllm_av.runtime.models.llama import LlamaModel, TensorReader
 
 
@@ -45,6 +45,7 @@ class HeadSource:
         """Raises CheckpointError for a file that is no head or one of another target."""
         head, draft_to_target = load_head(path)
         check_fingerprint(str(path), head.config.target_fingerprint, target)
+        check_draft_ids(path, draft_to_target, target.config.vocab_size)
         return cls(path, head.config, draft_to_target, target)
 
     @property

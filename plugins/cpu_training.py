@@ -25,19 +25,19 @@ def label_drafts(
 ) -> Tensor:
     """As ``reference.label_drafts``; labels [R, num_positions] in the float type of ``overlap``."""
     drafted, verified, accepted, trainable = (
-        lens.numpy()[:, None] for lens in (draft_lens, verify_lens, accepted_lens, trainable_lens)
+        lens.numpy() for lens in (draft_lens, verify_lens, accepted_lens, trainable_lens)
     )
-    positions = np.arange(num_positions, dtype=np.int32)
-    values = overlap.numpy()[:, None]
-    # What the first draft that was not accepted teaches, and the positions that may train at all.
+    values = overlap.numpy()
+    # What the first draft that was not accepted teaches, if it was drafted and may train.
     first_other = np.where(accepted < verified, 0, values)
-    is_other = (positions == accepted) & (positions < drafted)
-    labels = np.where(is_other, first_other, np.nan).astype(values.dtype, copy=False)
-    np.copyto(labels, 1, where=positions < accepted)
-    np.copyto(labels, np.nan, where=positions >= trainable)
+    first_other[accepted >= np.minimum(drafted, trainable)] = np.nan
+    # Position-major [K, R]: comparisons then run over whole rows.
+    positions = np.arange(num_positions, dtype=np.int32)[:, None]
+    labels = np.where(positions == accepted, first_other, np.nan).astype(values.dtype, copy=False)
+    np.copyto(labels, 1, where=positions < np.minimum(accepted, trainable))
     if confidence is not None:
-        np.copyto(labels, np.nan, where=~(confidence.numpy() > 0))
-    return torch.from_numpy(labels)
+        np.copyto(labels, np.nan, where=~(confidence.numpy().T > 0))
+    return torch.from_numpy(labels.T.copy())
 
 
 def accumulate_statistics(features: Tensor, labels: Tensor, coefficients: Tensor) -> Tensor:

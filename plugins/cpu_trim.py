@@ -10,6 +10,7 @@ survival product is K multiplications of whole rows.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trtllm_av.plugins.reference import check_pack
+
+#: The least normal number of a float type: asking ``finfo`` in every round costs as much as the comparison.
+_TINY = {np.dtype(kind): np.finfo(kind).tiny for kind in (np.float16, np.float32, np.float64)}
 
 
 def trim_drafts(
@@ -38,7 +42,7 @@ def trim_drafts(
 
     survival = _survival(confidence.numpy(), is_valid)
     num_floor = int(np.add.reduce(floors))
-    num_free = int(np.add.reduce(lens)) - num_floor
+    num_free = np.count_nonzero(is_valid) - num_floor
     num_admitted = min(max(int(draft_budget) - num_floor, 0), num_free)
     if num_admitted == num_free:
         verify_lens = lens
@@ -66,9 +70,9 @@ def _survival(confidence: NDArray[Any], is_valid: NDArray[np.bool_]) -> NDArray[
     np.fmax(confidence.T, 0, out=survival)  # fmax drops NaN
     np.minimum(survival, 1, out=survival)
     survival *= is_valid
-    for i in range(1, survival.shape[0]):
-        np.multiply(survival[i - 1], survival[i], out=survival[i])
-    np.copyto(survival, 0, where=survival < np.finfo(survival.dtype).tiny)  # −0 as well
+    for before, at in pairwise(survival):
+        at *= before
+    np.copyto(survival, 0, where=survival < _TINY[survival.dtype])  # −0 as well
     return survival
 
 

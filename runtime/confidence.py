@@ -7,6 +7,7 @@ decided from these stale values, which keeps it lossless.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,12 @@ class SurvivalHistory:
         terms[1] = self.mean_confidence()[:, None]
         np.copyto(terms[1], confidence.T, where=is_drafted)
         np.fmax(terms[1], 0, out=terms[1])  # NaN becomes 0
-        np.multiply.accumulate(terms[1], axis=0, out=terms[2])
-        self._survival[:, slots] = terms[2]
+        survival = terms[2]
+        survival[:] = terms[1]
+        # Whole rows at once; ufunc.accumulate goes down the columns one by one.
+        for before, at in pairwise(survival):
+            at *= before
+        self._survival[:, slots] = survival
         self._is_new[slots] = False
         terms[1:] *= is_drafted
         self._sums += np.add.reduce(terms, axis=2, dtype=np.float64)
@@ -72,11 +77,7 @@ class SurvivalHistory:
 
     def survival(self, slots: Ints) -> Floats:
         """[R,K] survival of the requests in ``slots`` [R], from rounds before this one."""
-        survival = self._survival.take(slots, axis=1)
-        is_new = self._is_new[slots]
-        if is_new.any():
-            survival[:, is_new] = self.mean_survival()[:, None]
-        return survival.T
+        return self._own_survival(slots, self.mean_survival()).T
 
     def forecast(self, slots: Ints) -> Floats:
         """[R,K] survival to plan with: each row's own, drawn towards the running mean where rows are few.
@@ -84,9 +85,20 @@ class SurvivalHistory:
         One round's survival is a noisy forecast of the next one's. Over many rows the noise averages out and
         their spread is what a budget needs; a batch of one row would follow it from depth to depth.
         """
-        own = self.survival(slots)
-        share = PRIOR_ROWS / (len(own) + PRIOR_ROWS)
-        return own + (share * (self.mean_survival() - own)).astype(own.dtype)
+        mean = self.mean_survival()
+        own = self._own_survival(slots, mean)
+        pull = mean[:, None] - own
+        pull *= PRIOR_ROWS / (slots.size + PRIOR_ROWS)
+        own += pull.astype(own.dtype)
+        return own.T
+
+    def _own_survival(self, slots: Ints, mean: Float64) -> Floats:
+        """[K,R], a copy; ``mean`` [K] for new requests."""
+        survival = self._survival.take(slots, axis=1)
+        is_new = self._is_new[slots]
+        if np.count_nonzero(is_new):  # far cheaper than any()
+            survival[:, is_new] = mean[:, None]
+        return survival
 
     def mean_confidence(self) -> Float64:
         """[K] running mean of the confidences; the cold start where there are none."""
@@ -98,9 +110,10 @@ class SurvivalHistory:
         """[K] running mean of the survival; S_(i−1) × mean confidence where there is none."""
         counts, _, survival = self._sums
         # Positions are averaged over different rounds, so a deeper mean may come out higher.
-        if counts.all():
-            falling = np.minimum.accumulate(np.minimum(survival / counts, 1.0))
-            return np.asarray(falling, np.float64)
+        if np.count_nonzero(counts) == counts.size:
+            falling: Float64 = np.divide(survival, counts)
+            np.minimum.accumulate(falling, out=falling)
+            return np.minimum(falling, 1.0, out=falling)
         means = self.mean_confidence()
         before = 1.0
         for i in range(means.size):

@@ -132,7 +132,9 @@ class AdaptiveController:
         if self.mode == "fixed" or not limits.any():
             return self._plan(slots, limits, limits, int(limits.sum()))
         assert self.depth is not None
-        floors = np.zeros_like(limits) if all(is_adaptive) else limits * np.invert(is_adaptive)
+        floors = np.zeros(limits.size, np.int32)
+        if not all(is_adaptive):
+            floors = limits * np.invert(is_adaptive)
         survival = self.history.forecast(slots)
         decision = self.depth.decide(
             survival, limits, floors, base_tokens=len(slots), sampling_rows=len(slots)

@@ -52,16 +52,23 @@ _ADAPTIVE_KEYS = (
 )
 
 
+#: Values in messages: a client may send megabytes.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
 def describe_validation_error(error: ValidationError) -> str:
     """The first problem of a pydantic error as one line: key, offending value, reason."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "value"
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and not first["loc"]:  # keys that do not fit together
+        return message  # it names them; the input is all the keys there are
     if first["type"] == "extra_forbidden":
         if key in REFUSED:
             return f"{key}={first['input']!r} is not supported: {REFUSED[key]}"
         return f"unknown key {key!r} (value {first['input']!r}); remove it"
-    return f"{key}={first['input']!r}: {message}"
+    return f"{key}={_SHORT.repr(first['input'])}: {message}"
 
 
 class _Strict(BaseModel):

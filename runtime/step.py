@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -245,12 +246,14 @@ class Round:
     def trim(self, plan: RoundPlan, drafts: Drafts) -> Trim:
         """Admit the best slots of the batch by live survival, within the planned budget."""
         base_lens = torch.ones_like(plan.draft_lens)
+        # By way of NumPy in half the time of torch.tensor.
+        draft_budget = torch.from_numpy(np.array([plan.draft_budget], np.int32))
         survival, verify_lens, cu_seqlens = self.operations.trim_drafts(
             drafts.confidence,
             plan.draft_lens,
             base_lens,
             plan.min_verify_lens,
-            torch.tensor([plan.draft_budget], dtype=torch.int32),
+            draft_budget,
         )
         return Trim(survival, verify_lens, cu_seqlens)
 

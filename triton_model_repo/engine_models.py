@@ -102,6 +102,9 @@ class EngineModel:
             except AdaptiveVerificationError as error:
                 client.fail(error)
                 continue
+            except Exception as bug:  # raised from here, it would fail every request of this batch
+                client.fail(f"{type(bug).__name__}: {bug}")
+                continue
             if model_request.is_stop:
                 self._calls.stop(request.request_id(), model_request.stop_key)
                 client.send({}, is_final=True)

@@ -114,6 +114,8 @@ def _token_row(
     options |= {"stop_token_ids": stop_token_ids, "stop": stop}
     pad_id = fields.scalar("pad_id", index, end_id if end_id is not None else 0)
     prompt = prompt[:length]
+    if (lowest := min(prompt)) < 0:  # the tokenizer would raise; ids too high are the engine's to refuse
+        raise RequestError(f"input_ids holds {lowest} in row {index}; token ids start at 0")
     text = "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=True)
     return RowRequest(prompt, _params(options), text, pad_id)
 

@@ -52,6 +52,10 @@ class _TextModel:
             outputs = self.transform(read_tensors(request, self._input_names))
         except AdaptiveVerificationError as error:
             return pb_utils.InferenceResponse(error=to_triton_error(error))
+        except Exception as bug:  # raised from here, it would fail every request of this batch
+            return pb_utils.InferenceResponse(
+                error=to_triton_error(f"{type(bug).__name__}: {bug}")
+            )
         return pb_utils.InferenceResponse(
             output_tensors=[pb_utils.Tensor(name, values) for name, values in outputs.items()]
         )

@@ -65,7 +65,8 @@ class GraphCache:
 
 def device_error(what: str, error: Exception) -> Exception:
     """A failure of the device as one line; other errors as they are."""
-    if isinstance(error, (torch.cuda.OutOfMemoryError, torch.AcceleratorError)):
-        reason = str(error).strip().splitlines()[0]
+    reason = str(error).strip().partition("\n")[0]
+    # The classes of these errors differ between releases of torch, their first words do not.
+    if isinstance(error, torch.cuda.OutOfMemoryError) or reason.startswith("CUDA"):
         return DeviceError(f"{what} failed: {reason}")
     return error

@@ -3,13 +3,15 @@
 A file is a safetensors with one tensor per parameter, the map of draft ids, and the head's configuration
 as JSON in its metadata, under a key that names the family. Invariants: the configuration names the target
 whose states the head was trained on; a head of another target is refused, because it would be lossless
-and accept nothing.
+and accept nothing; every draft id is one token of the target, named once: q of a token that two ids mean
+would not be the law it was drawn from.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -77,7 +79,7 @@ def load_weights(
 ) -> tuple[Head, Tensor]:
     """Read a head, frozen, and its map of draft ids (int64 [V_d]); ``build`` makes it from its JSON.
 
-    Raises CheckpointError if ``path`` is missing, unreadable or no head of this family.
+    Raises CheckpointError if ``path`` is missing, unreadable, damaged or no head of this family.
     """
     if not path.is_file():
         raise CheckpointError(f"drafter weights {str(path)!r} not found; name an existing file")
@@ -90,13 +92,43 @@ def load_weights(
                 f"{str(path)!r} has no {family!r} metadata; use a file written by "
                 "benchmarks/train_drafter.py"
             )
-        draft_to_target = tensors.pop(_MAP_NAME).long()
-        head = build(json.loads(text))
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"tensor {name!r} holds a value that is not finite")
+        draft_to_target = _draft_ids(tensors.pop(_MAP_NAME))
+        config = json.loads(text)
+        _check_numbers(config)
+        head = build(config)
         head.load_state_dict(tensors)
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"cannot read drafter weights {str(path)!r}: {reason}") from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CheckpointError(
+            f"cannot read drafter weights {str(path)!r}: {reason}; use a whole file written by "
+            "benchmarks/train_drafter.py"
+        ) from None
     return head.to(dtype).requires_grad_(False).eval(), draft_to_target
+
+
+def _draft_ids(stored: Tensor) -> Tensor:
+    """The map of draft ids, int64 [V_d]; ValueError unless it names tokens, each once."""
+    if stored.dtype not in (torch.int32, torch.int64) or stored.ndim != 1 or stored.numel() == 0:
+        raise ValueError(f"{_MAP_NAME} is {stored.dtype} {list(stored.shape)}, not a list of ids")
+    if int(stored.min()) < 0 or stored.unique().numel() != stored.numel():
+        raise ValueError(f"{_MAP_NAME} has a negative id, or one id twice")
+    return stored.long()
+
+
+def _check_numbers(config: dict[str, Any]) -> None:
+    """Raise ValueError for a size or constant that is no positive number, at any depth."""
+    if not isinstance(config, dict):
+        raise ValueError(f"its configuration is {config!r}, not an object")
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_numbers(value)
+        elif name != "target_fingerprint" and not (
+            isinstance(value, int | float) and 0 < value < math.inf
+        ):
+            raise ValueError(f"its {name}={value!r} is no positive number")
 
 
 def packaged_file(target: LoadedModel, packaged: Mapping[str, str]) -> Path | None:
@@ -126,7 +158,18 @@ def head_path(
     return path
 
 
-def check_target(path: Path, config: HeadConfig, target: LoadedModel) -> None:
+def check_draft_ids(path: Path, draft_to_target: Tensor, vocab_size: int) -> None:
+    """Raise CheckpointError if the map [V_d] of the head of ``path`` names a token that the target lacks."""
+    if (largest := int(draft_to_target.max())) >= vocab_size:
+        raise CheckpointError(
+            f"{str(path)!r} drafts token {largest}, and the target's vocabulary has {vocab_size}; use a "
+            "whole file written by benchmarks/train_drafter.py"
+        )
+
+
+def check_target(
+    path: Path, config: HeadConfig, draft_to_target: Tensor, target: LoadedModel
+) -> None:
     """Raise CheckpointError unless the head of ``path`` was trained on ``target``."""
     own = target_fingerprint(target.model.embed, target.config.vocab_size)
     if config.target_fingerprint != own:
@@ -134,6 +177,7 @@ def check_target(path: Path, config: HeadConfig, target: LoadedModel) -> None:
             f"{str(path)!r} was trained for another target; train a head for this one with "
             "benchmarks/train_drafter.py"
         )
+    check_draft_ids(path, draft_to_target, target.config.vocab_size)
 
 
 def open_head(
@@ -149,5 +193,5 @@ def open_head(
     """
     path = head_path(config, target, method, packaged)
     head, draft_to_target = load(path, target.dtype)
-    check_target(path, head.config, target)
+    check_target(path, head.config, draft_to_target, target)
     return head, draft_to_target

@@ -96,7 +96,7 @@ def test_failures_of_a_round_name_the_engine(
     broken, whole = (device_engine(loaded, "off") for _ in range(2))
 
     def fail(*args: Any) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nhint")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nhint")
 
     for engine in (broken, whole):
         engine.submit([1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0))
