@@ -1,10 +1,11 @@
 """Minutes of mixed load on a Triton server: its memory has to stay flat and no request may fail.
 
 ``python -m benchmarks.soak [--minutes 10]``: clients send greedy and sampled requests of mixed lengths over gRPC
-streams and over HTTP; one in eight leaves in mid-stream. Memory is the proportional set size of the server
-and its stubs, taken every second. Exit code 1 if a request failed, a slot stayed taken, or the mean
-memory of the last fifth of the samples differs by more than ``LIMIT`` from that of the second fifth (the first
-is warm-up: caches of kernels and shapes).
+streams and over HTTP; one in eight leaves in mid-stream. Memory is what the server and its stubs hold by
+themselves, taken every second: anonymous and shared memory, without the pages of files, which the kernel
+takes back as it likes. Exit code 1 if a request failed, a slot stayed taken, or the mean memory of the last
+fifth of the samples differs by more than ``LIMIT`` from that of the first. ``--warm-up`` minutes come before:
+every new shape of a batch costs memory once.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def run_client(
 
 
 def group_memory(group: int) -> int:
-    """Bytes of all processes of a process group, pages that they share counted once."""
+    """Bytes of all processes of a process group, those that they share counted once, without files."""
     total = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -139,7 +140,7 @@ def group_memory(group: int) -> int:
             if int(fields[2]) != group:
                 continue
             for line in (folder / "smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                     total += int(line.split()[1]) * 1024
         except (OSError, IndexError):  # it ended meanwhile
             continue
@@ -147,27 +148,28 @@ def group_memory(group: int) -> int:
 
 
 def growth(samples: list[int]) -> float:
-    """Relative change from the second fifth of ``samples`` to the last."""
+    """Relative change from the first fifth of ``samples`` to the last."""
     fifth = len(samples) // 5
     if fifth == 0:
         raise UsageError(f"{len(samples)} samples are too few to compare; raise --minutes")
-    return mean(samples[-fifth:]) / mean(samples[fifth : 2 * fifth]) - 1
+    return mean(samples[-fifth:]) / mean(samples[:fifth]) - 1
 
 
-def soak(minutes: float, clients: int, model: str) -> dict[str, Any]:
+def soak(minutes: float, warm_up: float, clients: int, model: str) -> dict[str, Any]:
     prompts = [record.prompt for record in demo_prompts() if record.prompt]
     tally = Tally()
     samples: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with run_server(log, "--model", model, "--layout", "llm") as server:
-            end = time.monotonic() + 60 * minutes
+            end = time.monotonic() + 60 * (warm_up + minutes)
             threads = [
                 threading.Thread(target=run_client, args=(n, server, prompts, end, tally))
                 for n in range(clients)
             ]
             for thread in threads:
                 thread.start()
+            time.sleep(60 * warm_up)
             while time.monotonic() < end:
                 time.sleep(SAMPLE_SECONDS)
                 samples.append(group_memory(server.pid))
@@ -184,6 +186,7 @@ def soak(minutes: float, clients: int, model: str) -> dict[str, Any]:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "model": model,
         "minutes": minutes,
+        "warm_up_minutes": warm_up,
         "clients": clients,
         "served": tally.served,
         "left_early": tally.left,
@@ -199,6 +202,7 @@ def soak(minutes: float, clients: int, model: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--warm-up", type=float, default=3.0, help="minutes that are not judged")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -209,7 +213,7 @@ def main() -> None:
         raise MissingDependencyError(
             "tritonclient is not installed; pip install '.[triton]'"
         ) from None
-    result = soak(options.minutes, options.clients, options.model)
+    result = soak(options.minutes, options.warm_up, options.clients, options.model)
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: value for name, value in result.items() if name != "memory_mib"}))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtllm_av.builder.trtllm import cli as trtllm_cli
-from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
+from trtllm_av.runtime.console import run_console
 
 if TYPE_CHECKING:
     from trtllm_av.builder.build_report import BuildReport
@@ -151,15 +151,15 @@ def _print_report(report: BuildReport) -> None:
 
 
 def main() -> None:
-    """The console script: the command with every expected error as one line and an exit code."""
-    try:
-        if (arguments := trtllm_cli.trtllm_arguments(sys.argv[1:])) is not None:
-            trtllm_cli.main(arguments)  # the flags of the installed trtllm-build
-        else:
-            app()
-    except AdaptiveVerificationError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    """The console script."""
+    run_console(_run)
+
+
+def _run() -> None:
+    if (arguments := trtllm_cli.trtllm_arguments(sys.argv[1:])) is not None:
+        trtllm_cli.main(arguments)  # the flags of the installed trtllm-build
+    else:
+        app()
 
 
 if __name__ == "__main__":

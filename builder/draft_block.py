@@ -19,10 +19,8 @@ from trtllm_av.runtime.engines.onnx_plan import OnnxPlan
 from trtllm_av.runtime.errors import BuildError, UsageError
 from trtllm_av.runtime.models.checkpoint import CheckpointFiles
 from trtllm_av.runtime.models.drafters.block_head import BlockHead, load_block_head
-from trtllm_av.runtime.models.drafters.dspark_head import (
-    draft_figures,
-    load_dspark_head,
-)
+from trtllm_av.runtime.models.drafters.dspark_head import figures_of_logits, load_dspark_head
+from trtllm_av.runtime.models.drafters.head_file import check_draft_ids
 from trtllm_av.runtime.models.llama import LlamaModel
 
 
@@ -119,10 +117,8 @@ def verify_chain(
             read = network.sequential.read_block(states)
             carried = network.sequential.advance(read, network.embedding[ids], carried)
             logits = block_logits + F.linear(network.sequential.lifted(carried), output)
-            # In float64: near certainty the module's own log-odds cancel in float32.
-            log_q = logits.double().log_softmax(-1)
-            figures = draft_figures(log_q.amax(-1), -(log_q.exp() * log_q).sum(-1)).float()
-            expected = [logits, carried, network.confidence(states, carried, figures)]
+            confidence = network.confidence(states, carried, figures_of_logits(logits))
+            expected = [logits, carried, confidence]
             for name, ours, theirs in zip(names, found, expected, strict=True):
                 difference = float((ours - theirs).abs().max())
                 if not difference <= TOLERANCE:  # also for NaN

@@ -40,7 +40,7 @@ def find_drafter(
             "this model; give a head's file, a draft checkpoint, or layer_skip"
         )
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         return CheckpointSource.find(path, target, target_tokenizer)
     families = _families(path)
     if "mtp_head" in families:

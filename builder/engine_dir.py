@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_av.runtime.digest import file_digest
-from trtllm_av.runtime.engines.engine_directory import CONFIG, FORMAT, is_engine
+from trtllm_av.runtime.engines.engine_directory import CONFIG, FORMAT, config_digest, is_engine
 from trtllm_av.runtime.errors import BuildError, UsageError
 
 
@@ -78,7 +78,7 @@ def write_config(
     build_config: dict[str, Any],
     adaptive_verification: dict[str, Any],
 ) -> None:
-    """Write ``config.json`` with the digests of all files that ``folder`` holds."""
+    """Write ``config.json`` with the digests of all files that ``folder`` holds, and its own."""
     files = {
         path.relative_to(folder).as_posix(): file_digest(path)
         for path in sorted(folder.rglob("*"))
@@ -89,6 +89,7 @@ def write_config(
         "build_config": build_config,
         "adaptive_verification": {"format": FORMAT, **adaptive_verification, "files": files},
     }
+    config["adaptive_verification"]["config_digest"] = config_digest(config)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

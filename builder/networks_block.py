@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from trtllm_av.builder.networks import HeadStepNetwork, Packing
 from trtllm_av.runtime.models.drafters.block_head import BlockHead
-from trtllm_av.runtime.models.drafters.dspark_head import ODDS_BOUND, DSparkHead
+from trtllm_av.runtime.models.drafters.dspark_head import DSparkHead, figures_of_logits
 
 
 class BlockStepNetwork(HeadStepNetwork):
@@ -65,15 +65,4 @@ class ChainNetwork(nn.Module):
         read = self.sequential.read_block(block_state)
         after = self.sequential.advance(read, F.embedding(input_ids, self.embedding), carried)
         logits = block_logits + F.linear(after, self.bias)
-        return logits, after, self.confidence(block_state, after, _figures(logits))
-
-
-def _figures(logits: Tensor) -> Tensor:
-    """``figures_of_logits`` with the other tokens summed: what a top token near 1 leaves does not cancel."""
-    log_q = logits.float().log_softmax(-1)
-    log_top, top = log_q.max(-1)
-    others = log_q.exp().masked_fill(
-        torch.arange(logits.shape[-1], device=logits.device) == top[:, None], 0.0
-    )
-    odds = (log_top - others.sum(-1).log()).clamp(-ODDS_BOUND, ODDS_BOUND)
-    return torch.stack([odds, -0.25 * (log_q.exp() * log_q).sum(-1)], -1)
+        return logits, after, self.confidence(block_state, after, figures_of_logits(logits))

@@ -64,7 +64,7 @@ class AdaptiveOptions:
 
     @classmethod
     def resolve(cls, config: SpeculativeConfig, drafter: Drafter | None) -> AdaptiveOptions:
-        """The options of ``config`` for ``drafter``; UsageError for a source that it does not have."""
+        """The options of ``config`` for ``drafter``; UsageError for what it does not have or cannot do."""
         has_head = drafter is not None and drafter.has_confidence_head
         source = config.confidence_source
         if source == "auto":
@@ -74,6 +74,11 @@ class AdaptiveOptions:
             raise UsageError(
                 f"confidence_source={source!r} needs a drafter with a confidence head, and "
                 f"{drafter.name!r} has none; choose 'estimator' or another method"
+            )
+        if config.early_stop and drafter is not None and drafter.is_block:
+            raise UsageError(
+                f"early_stop=True has no use with {drafter.name!r}, which drafts a block in one pass; "
+                "leave it out"
             )
         return cls(
             source=source,

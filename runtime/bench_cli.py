@@ -8,13 +8,14 @@ one object.
 from __future__ import annotations
 
 import json
-import sys
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
+from trtllm_av.runtime.console import run_console
+from trtllm_av.runtime.errors import UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -57,15 +58,18 @@ def report(
     curves: dict[str, list[tuple[float, float]]] = {}
     for path in files:
         if path.suffix == ".json":
-            curves |= read_load_benchmark(path)
-            continue
-        run = RecordedRun.load(path)
-        runs.append(run)
-        if points := throughput_by_load(run):
-            curves[run.name] = points
-    names = [run.name for run in runs]
-    if len(set(names)) != len(names):
-        raise UsageError(f"recordings of one name ({', '.join(names)}); rename them")
+            found = read_load_benchmark(path)
+        else:
+            run = RecordedRun.load(path)
+            runs.append(run)
+            found = {run.name: throughput_by_load(run)}
+        if same := curves.keys() & found.keys():
+            raise UsageError(
+                f"{str(path)!r} and a file before it both hold {min(same)!r}; rename a recording, report "
+                "on load benchmarks one by one"
+            )
+        curves |= found
+    curves = {name: points for name, points in curves.items() if points}
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -88,22 +92,27 @@ def report(
 
 
 def read_load_benchmark(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Curves (load, tokens/s) by mode from a benchmark's JSON: its ``rows``, or the list that it is.
+    """Curves (load, tokens/s) by mode from a benchmark's JSON: its ``rows`` or ``table``, or the list that it is.
 
     A row has ``tokens_per_second``, ``concurrency`` (or ``load``) and mostly ``mode``. UsageError for
     anything else.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        rows = data["rows"] if isinstance(data, dict) else data
+        rows = data
+        if isinstance(data, dict):
+            rows = data["rows"] if "rows" in data else data["table"]
         curves: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             load = next(float(row[name]) for name in _LOADS if name in row)
             name = str(row.get("mode", path.stem))
-            curves.setdefault(name, []).append((load, float(row["tokens_per_second"])))
+            speed = float(row["tokens_per_second"])
+            if not (math.isfinite(load) and math.isfinite(speed)):
+                raise ValueError
+            curves.setdefault(name, []).append((load, speed))
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r} ({error.strerror}); name a file") from None
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError):
         raise UsageError(
             f"{str(path)!r} is no load benchmark: its rows need 'concurrency' (or 'load') and "
             "'tokens_per_second'"
@@ -131,12 +140,8 @@ def _show(value: Any) -> str:
 
 
 def main() -> None:
-    """The console script: the command with every expected error as one line and an exit code."""
-    try:
-        app()
-    except AdaptiveVerificationError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    """The console script."""
+    run_console(app)
 
 
 if __name__ == "__main__":

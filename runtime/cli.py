@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtllm_av.runtime.errors import AdaptiveVerificationError, RequestError, UsageError
+from trtllm_av.runtime.console import run_console
+from trtllm_av.runtime.errors import RequestError, UsageError
 from trtllm_av.runtime.params import SamplingParams, SpeculativeConfig
 from trtllm_av.runtime.prompts import PromptRecord, demo_prompts, read_prompts
 
@@ -86,6 +84,8 @@ def run(
         raise UsageError(f"--repetitions {repetitions} has no use without --compare; leave it out")
     if compare and (record is not None or metrics_port is not None):
         raise UsageError("--record and --metrics-port watch one engine; leave --compare out")
+    if record is not None and input_file is not None and record.resolve() == input_file.resolve():
+        raise UsageError(f"--record {str(record)!r} would overwrite --input; name another file")
     speculative = SpeculativeConfig.from_json(speculative_config or "{}")
     records = _read_records(prompt, input_file, use_demo=compare)
     common = {
@@ -128,24 +128,8 @@ def run(
 
 
 def main() -> None:
-    """The console script: the command with every expected error as one line and an exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # texts hold what a terminal's encoding may not
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        app()
-    except AdaptiveVerificationError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, (UsageError, RequestError)) else 1)
-    except OSError as error:  # of a full disk behind standard output; a closed pipe ends quietly
-        print(f"error: cannot write the output: {error.strerror or error}", file=sys.stderr)
-        _discard_output()
-        sys.exit(1)
-
-
-def _discard_output() -> None:
-    """Drop what standard output still buffers: the interpreter's last flush would fail again, with 120."""
-    with contextlib.suppress(OSError), open(os.devnull, "w") as sink:
-        os.dup2(sink.fileno(), sys.stdout.fileno())
+    """The console script."""
+    run_console(app)
 
 
 def _read_records(

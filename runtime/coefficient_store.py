@@ -21,10 +21,20 @@ from numpy.typing import NDArray
 
 from trtllm_av.runtime.adaptive_options import AdaptiveOptions
 from trtllm_av.runtime.cost_profile import write_whole
+from trtllm_av.runtime.digest import file_digest
+from trtllm_av.runtime.params import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 60.0
+
+
+def drafter_identity(cost_key: str, config: SpeculativeConfig) -> str:
+    """What acceptance depends on of a drafter: ``cost_key`` (its sizes), its weights, how it samples."""
+    weights = "packaged" if config.model is None else config.model
+    if config.model is not None and Path(config.model).is_file():
+        weights = file_digest(Path(config.model))
+    return f"{cost_key} {weights} {config.draft_sample_method}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class CoefficientKey:
     """What a fit depends on; any difference makes it foreign."""
 
     target_digest: str
-    drafter: str
+    drafter: str  # with its weights and how it samples: see drafter_identity
     source: str
     features: tuple[str, ...]
     feature_bound: float

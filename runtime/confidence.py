@@ -7,7 +7,6 @@ decided from these stale values, which keeps it lossless.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,7 @@ class SurvivalHistory:
         intercepts = coefficients[coefficients.size - len(self._survival) :]
         log_odds = coefficients[0] * COLD_FEATURE + intercepts.astype(np.float64)
         self._cold_confidence: Float64 = 1.0 / (1.0 + np.exp(-log_odds))
+        self._mean_confidence: Float64 | None = None
 
     def admit(self, slot: int) -> None:
         """A new request takes ``slot``: forget the one before."""
@@ -64,16 +64,17 @@ class SurvivalHistory:
         terms[1] = self.mean_confidence()[:, None]
         np.copyto(terms[1], confidence.T, where=is_drafted)
         np.fmax(terms[1], 0, out=terms[1])  # NaN becomes 0
-        survival = terms[2]
-        survival[:] = terms[1]
         # Whole rows at once; ufunc.accumulate goes down the columns one by one.
-        for before, at in pairwise(survival):
-            at *= before
+        survival = terms[2]
+        survival[0] = terms[1, 0]
+        for before, own, at in zip(survival, terms[1, 1:], survival[1:], strict=False):
+            np.multiply(before, own, out=at)
         self._survival[:, slots] = survival
         self._is_new[slots] = False
         terms[1:] *= is_drafted
         self._sums += np.add.reduce(terms, axis=2, dtype=np.float64)
         self._sums *= HORIZON / np.maximum(self._sums[0], HORIZON)
+        self._mean_confidence = None
 
     def survival(self, slots: Ints) -> Floats:
         """[R,K] survival of the requests in ``slots`` [R], from rounds before this one."""
@@ -101,10 +102,13 @@ class SurvivalHistory:
         return survival
 
     def mean_confidence(self) -> Float64:
-        """[K] running mean of the confidences; the cold start where there are none."""
-        counts, confidence, _ = self._sums
-        cold = _COLD_WEIGHT * self._cold_confidence
-        return np.asarray((confidence + cold) / (counts + _COLD_WEIGHT), np.float64)
+        """[K] running mean of the confidences, not to be written to; the cold start where there are none."""
+        # A round asks twice: for its forecast, and when it has run.
+        if self._mean_confidence is None:
+            counts, confidence, _ = self._sums
+            cold = _COLD_WEIGHT * self._cold_confidence
+            self._mean_confidence = (confidence + cold) / (counts + _COLD_WEIGHT)
+        return self._mean_confidence
 
     def mean_survival(self) -> Float64:
         """[K] running mean of the survival; S_(i−1) × mean confidence where there is none."""
@@ -114,10 +118,8 @@ class SurvivalHistory:
             falling: Float64 = np.divide(survival, counts)
             np.minimum.accumulate(falling, out=falling)
             return np.minimum(falling, 1.0, out=falling)
-        means = self.mean_confidence()
+        means = self.mean_confidence().tolist()
         before = 1.0
-        for i in range(means.size):
-            has_data = counts[i] > 0
-            means[i] = min(before, survival[i] / counts[i]) if has_data else before * means[i]
-            before = means[i]
-        return means
+        for i, (count, total) in enumerate(zip(counts.tolist(), survival.tolist(), strict=True)):
+            means[i] = before = min(before, total / count) if count > 0 else before * means[i]
+        return np.array(means)

@@ -129,7 +129,7 @@ class AdaptiveController:
         self.last_decision = None
         if self.mode == "off":
             return self._plan(slots, np.zeros_like(limits), np.zeros_like(limits), 0)
-        if self.mode == "fixed" or not limits.any():
+        if self.mode == "fixed" or not np.count_nonzero(limits):
             return self._plan(slots, limits, limits, int(limits.sum()))
         assert self.depth is not None
         floors = np.zeros(limits.size, np.int32)

@@ -141,7 +141,7 @@ def load_or_measure(
     """The cached table of ``key`` if there is a good one, else a new measurement, which is cached."""
     identity = json.dumps(asdict(key), sort_keys=True)
     path = cache_folder / f"costs-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
-    if path.exists():
+    if os.path.exists(path):  # False, too, in a folder that may not be looked into
         try:
             table = CostTable.load(path, key)
         except CostTableError as error:

@@ -11,7 +11,6 @@ first round; a table that cannot steer (flat after the running maximum) is wrong
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trtllm_av.runtime.errors import CostTableError
+from trtllm_av.runtime.strict_json import parse_json
 
 _KEYS = {
     "source",
@@ -85,14 +85,14 @@ class CostTable:
         if isinstance(source, Mapping):
             return cls._parse(source, "cost table", key)
         try:
-            data = json.loads(Path(source).read_text(encoding="utf-8"))
+            data = parse_json(Path(source).read_text(encoding="utf-8"))
         except OSError as error:
             raise CostTableError(
                 f"cannot read cost table {str(source)!r} ({error.strerror}); give the path of a JSON file"
             ) from None
         except (ValueError, RecursionError) as error:
             raise CostTableError(
-                f"cost table {str(source)!r} is not JSON ({error}); measure it again"
+                f"cannot read cost table {str(source)!r} ({error}); measure it again"
             ) from None
         if not isinstance(data, Mapping):
             raise CostTableError(

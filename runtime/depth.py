@@ -99,7 +99,7 @@ class DepthController:
             )
 
         is_adaptive = floors < draft_limits
-        deepest = int(np.maximum.reduce(draft_limits * is_adaptive, initial=0))
+        deepest = int(np.maximum.reduce(draft_limits, initial=0, where=is_adaptive))
         self._rounds_to_probe -= 1
         is_probe = deepest > 0 and self._rounds_to_probe <= 0
         probe_row = -1

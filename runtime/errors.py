@@ -35,6 +35,10 @@ class CostTableError(AdaptiveVerificationError):
     """A cost table is missing, flat, foreign or malformed (exit code 1)."""
 
 
+class RecordingError(AdaptiveVerificationError):
+    """A recording cannot be written any further, for instance on a full disk (exit code 1)."""
+
+
 class MissingDependencyError(AdaptiveVerificationError, ImportError):
     """An optional package is not installed; the message names the command (exit code 1)."""
 

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from trtllm_av.runtime.depth import Decision
 
-ENOUGH_LABELS = (
-    50.0  # in the window, so one a round: a refit that is due every 100 rounds trusts them
-)
+#: In the window, so one a round: a refit that is due every 100 rounds trusts them.
+ENOUGH_LABELS = 50.0
 _KEPT = 0.98  # of a label's weight after each round: a window of fifty rounds
 _MOST_LABELS = 2 * ENOUGH_LABELS  # beyond them a position would count as well known for too long
 _SAVED_ROUNDS = 16.0  # of unused allowance, so that small batches can explore at all

@@ -52,9 +52,9 @@ class RoundFeedback:
     """Collects rounds of at most ``max_requests`` rows for ``estimator`` and ``controller``.
 
     ``expected_accepted`` and ``actual_accepted`` add up over all checked rounds; ``calibration`` compares
-    confidences with labels. ``dtype`` is that of
-    features, confidence and overlap. ``has_soft_labels``: judged positions are labelled Σ min(p, q), the
-    chance that a draft is accepted there, instead of what became of the draft.
+    confidences with labels. ``dtype`` is that of features, confidence and overlap. ``has_soft_labels``: judged
+    positions are labelled Σ min(p, q), the chance that a draft is accepted there, instead of what became of
+    the draft.
     """
 
     def __init__(

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from trtllm_av.runtime.adaptive_options import AdaptiveOptions
-from trtllm_av.runtime.coefficient_store import CoefficientKey, CoefficientStore
+from trtllm_av.runtime.coefficient_store import (
+    CoefficientKey,
+    CoefficientStore,
+    drafter_identity,
+)
 from trtllm_av.runtime.controller import AdaptiveController
 from trtllm_av.runtime.cost_model import CostModel
 from trtllm_av.runtime.cost_profile import ProfileSizes, load_or_measure
@@ -63,10 +67,14 @@ def load_engine(
     this engine. Raises UsageError for arguments out of range, CheckpointError and CostTableError for
     files, DeviceError without a usable GPU or enough of its memory.
     """
-    if max_batch_size is not None and max_batch_size < 1:
-        raise UsageError(f"max_batch_size={max_batch_size} must be ≥ 1")
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise UsageError(f"prefill_chunk={prefill_chunk} must be ≥ 1")
+    sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+    for name, size in {**sizes, "prefill_chunk": prefill_chunk}.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise UsageError(f"{name}={size!r} must be a whole number ≥ 1")
+    if not isinstance(device, str):
+        raise UsageError(f"device={device!r} is unknown; choose 'cpu' or 'cuda'")
+    if not isinstance(cost_table, str | Path | dict | None):
+        raise UsageError(f"cost_table={cost_table!r} must be the path of a JSON file, or an object")
     if dtype is not None and dtype not in _DTYPES:
         raise UsageError(f"dtype={dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
     is_on_cpu = device == "cpu"
@@ -81,7 +89,7 @@ def load_engine(
         raise UsageError(
             f"cost_table={str(cost_table)!r} has no use in av_mode {mode!r}; leave it out"
         )
-    if isinstance(model, str) and is_engine(Path(model)):
+    if isinstance(model, str) and model and is_engine(Path(model)):
         if not is_on_cpu:
             raise UsageError(
                 f"device={device!r}: {model!r} is a built engine, which names its own; leave device out"
@@ -146,7 +154,8 @@ def _assemble(
     cost_model = _cost_model(parts, cost_table) if mode in ("adaptive", "shadow") else None
     store = None
     if parts.drafter is not None and cost_model is not None and speculative.keep_coefficients:
-        key = CoefficientKey.of(parts.digest, parts.drafter.cost_key, options, parts.num_positions)
+        drafter = drafter_identity(parts.drafter.cost_key, speculative)
+        key = CoefficientKey.of(parts.digest, drafter, options, parts.num_positions)
         store = CoefficientStore(cache_folder(), key)
     controller = AdaptiveController(
         mode,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trtllm_av.plugins import torch_ops
+from trtllm_av.plugins import cpu_trim, torch_ops
 
 
 class DraftOperations(Protocol):
@@ -51,8 +51,9 @@ class DraftOperations(Protocol):
 
 
 class TorchOperations:
-    """The operators of ``plugins.torch_ops``; stateless."""
+    """The operators of ``plugins.torch_ops`` for tensors on the host; stateless."""
 
     score_drafts = staticmethod(torch_ops.score_drafts)
-    trim_drafts = staticmethod(torch_ops.trim_drafts)
+    # Past the dispatcher: a round waits for this, and dispatching takes a seventh of its time.
+    trim_drafts = staticmethod(cpu_trim.trim_drafts)
     pack_drafts = staticmethod(torch_ops.pack_drafts)

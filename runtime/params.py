@@ -6,8 +6,8 @@ depends on a model. Shaped like TensorRT-LLM's LLM API, with JSON keys as in vLL
 
 from __future__ import annotations
 
-import json
 import math
+import reprlib
 from typing import Literal
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from trtllm_av.runtime.errors import UsageError
+from trtllm_av.runtime.strict_json import parse_json
 
 AvMode = Literal["adaptive", "shadow", "fixed", "off"]
 ConfidenceSource = Literal["auto", "head", "estimator", "recalibrated", "head_then_estimator"]
@@ -239,7 +240,14 @@ class SpeculativeConfig(_Strict):
                 f"model={self.model!r} needs a method: 'draft_model', 'eagle', 'mtp', 'dflash' or 'dspark'"
             )
         if self.av_mode == "adaptive" and not self.enable_adaptive_verification:
-            raise ValueError("av_mode='adaptive' contradicts enable_adaptive_verification=false")
+            raise ValueError(
+                "av_mode='adaptive' contradicts enable_adaptive_verification=false; leave one out"
+            )
+        is_asked = "enable_adaptive_verification" in self.model_fields_set
+        if self.av_mode in ("fixed", "off") and is_asked and self.enable_adaptive_verification:
+            raise ValueError(
+                f"av_mode={self.av_mode!r} contradicts enable_adaptive_verification=true; leave one out"
+            )
         if mode in ("fixed", "off"):
             for name in _ADAPTIVE_KEYS:
                 value = getattr(self, name)
@@ -262,9 +270,9 @@ class SpeculativeConfig(_Strict):
     def from_json(cls, text: str) -> SpeculativeConfig:
         """Parse a JSON object; malformed text and unknown keys raise UsageError."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"speculative config is not JSON ({error}): {text[:100]!r}") from None
+            raise UsageError(f"cannot read speculative config ({error}): {text[:100]!r}") from None
         if not isinstance(data, dict):
             raise UsageError(f"speculative config must be a JSON object, not {text[:100]!r}")
         return cls(**data)

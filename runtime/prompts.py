@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, m
 
 from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.params import SamplingParams, describe_validation_error
+from trtllm_av.runtime.strict_json import parse_json
 
 
 class _Message(BaseModel):
@@ -79,7 +80,7 @@ def parse_prompts(text: str, source: str) -> list[PromptRecord]:
         if not line.strip():
             continue
         try:
-            data = json.loads(line)
+            data = parse_json(line)
             if not isinstance(data, dict):
                 raise UsageError(f"{source} line {number} is not a JSON object: {_shorten(line)!r}")
             fields = _Line(**data).model_dump()
@@ -97,8 +98,8 @@ def parse_prompts(text: str, source: str) -> list[PromptRecord]:
             ) from None
         except UsageError:
             raise
-        except ValueError as error:  # a number of thousands of digits
-            raise UsageError(f"{source} line {number} is not JSON ({error})") from None
+        except ValueError as error:  # a key twice, a number of thousands of digits
+            raise UsageError(f"{source} line {number} cannot be read: {error}") from None
     if not records:
         raise UsageError(f'{source} holds no prompt; write one {{"prompt": "…"}} a line')
     return records

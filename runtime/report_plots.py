@@ -82,6 +82,7 @@ def save(path: Path, draw: Callable[[Axes], None]) -> Path:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
+        path.unlink(missing_ok=True)  # half a picture
         raise UsageError(
             f"cannot write {str(path)!r} ({error.strerror}); name another folder with --output"
         ) from None

@@ -1,6 +1,6 @@
 """The last rounds of an engine as plain numbers, copied while it runs and added up when somebody asks.
 
-Invariants: adding a round allocates nothing and does no arithmetic on rows; ``take`` hands every round
+Invariants: adding a round copies and does no arithmetic on rows; ``take`` hands every round
 out once; a full log is the owner's to take, no round is overwritten.
 """
 
@@ -16,7 +16,8 @@ from trtllm_av.runtime.cost_model import CostModel
 
 _CAPACITY = 256
 # Columns of the numbers kept per round.
-_BUDGET, _DECIDED, _EMITTED, _SECONDS, _PROBE, _EXPLORED, _VERSION = range(7)
+_NUM_COLUMNS = 8
+_ROWS, _BUDGET, _DECIDED, _EMITTED, _SECONDS, _PROBE, _EXPLORED, _VERSION = range(_NUM_COLUMNS)
 
 Ints = NDArray[np.int64]
 Float64 = NDArray[np.float64]
@@ -67,14 +68,12 @@ class RoundLog:
         capacity: int = _CAPACITY,
     ) -> None:
         self._num_positions, self._cost_model = num_positions, cost_model
-        self._num_rounds = 0
-        self._num_rows = np.zeros(capacity, np.int64)
         self._lens = np.zeros((capacity, 3, max_rows), np.int8)
-        self._numbers = np.zeros((capacity, 7))
+        self._numbers: list[tuple[float, ...]] = []
 
     @property
     def is_full(self) -> bool:
-        return self._num_rounds == self._num_rows.size
+        return len(self._numbers) == len(self._lens)
 
     def add(
         self,
@@ -91,19 +90,20 @@ class RoundLog:
         version: int,
     ) -> None:
         """Keep a round; the lengths are [R] on the host."""
-        at, rows = self._num_rounds, draft_lens.numel()
-        lens = self._lens[at]
+        rows, lens = draft_lens.numel(), self._lens[len(self._numbers)]
         lens[0, :rows] = draft_lens.numpy()
         lens[1, :rows] = verify_lens.numpy()
         lens[2, :rows] = accepted_lens.numpy()
-        self._num_rows[at] = rows
-        self._numbers[at] = (budget, decided_budget, emitted, seconds, is_probe, explored, version)
-        self._num_rounds = at + 1
+        self._numbers.append(
+            (rows, budget, decided_budget, emitted, seconds, is_probe, explored, version)
+        )
 
     def take(self) -> RoundBatch:
         """The rounds since the last call, in order."""
-        count, self._num_rounds = self._num_rounds, 0
-        live, numbers = self._num_rows[:count].copy(), self._numbers[:count].T
+        count = len(self._numbers)
+        numbers = np.array(self._numbers, np.float64).reshape(count, _NUM_COLUMNS).T
+        self._numbers.clear()
+        live = numbers[_ROWS].astype(np.int64)
         is_row = np.arange(self._lens.shape[2]) < live[:, None]
         draft, verify, accept = (
             np.where(is_row, self._lens[:count, part], 0).astype(np.int64) for part in range(3)

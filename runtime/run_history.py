@@ -3,12 +3,15 @@
 One object a line: ``run`` first (format, mode, K, features), then ``round`` and ``refit`` in order, and
 ``report`` (all totals) last; a file whose writer was ended lacks the last line and is still readable.
 
-Invariants: a round stands in the file once; what a line lacks is an error with its number, never a guess.
+Invariants: a round stands in the file once; what a line lacks, or says in another type, is an error with
+its number, never a guess; a disk that takes no more ends the run with an error that names the recording.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_av.runtime.errors import UsageError
+from trtllm_av.runtime.errors import RecordingError, UsageError
 from trtllm_av.runtime.observability import Refit
 from trtllm_av.runtime.round_log import RoundBatch
 from trtllm_av.runtime.scheduler import Engine
@@ -31,10 +34,14 @@ _TIMES = ("predicted_ms", "measured_ms")
 
 
 class RunRecorder:
-    """Writes the rounds of ``engine`` to ``path`` until it is closed. UsageError if that cannot be opened."""
+    """Writes the rounds of ``engine`` to ``path`` until it is closed.
+
+    UsageError if that cannot be opened, RecordingError where it cannot be written any more.
+    """
 
     def __init__(self, engine: Engine, path: Path) -> None:
         controller = engine.controller
+        self._path = path
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -60,10 +67,12 @@ class RunRecorder:
 
     def close(self) -> None:
         """Write what is still in the engine's log, and the report."""
-        report = self._engine.report()
-        self._engine.observer.listener = None
-        with self._file:
+        try:
+            report = self._engine.report()
             self._write("report", report.to_dict())
+        finally:
+            self._engine.observer.listener = None
+            self._close_file()
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -96,11 +105,57 @@ class RunRecorder:
         )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        try:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _close_file(self) -> None:
+        try:
+            self._file.close()  # writes what is buffered
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> RecordingError:
+        return RecordingError(
+            f"cannot write the recording {str(self._path)!r} ({error.strerror}); free space there or "
+            "name another file"
+        )
 
 
 def _number(value: float) -> float | None:
     return round(float(value), 4) if np.isfinite(value) else None
+
+
+def _check_whole(line: dict[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(line[name], int) or line[name] < 0:
+            raise ValueError(f"{name}={line[name]!r} is no whole number")
+
+
+def _check_finite(name: str, values: object) -> None:
+    """Raise ValueError unless ``values`` is a list of finite numbers."""
+    if not isinstance(values, list) or not all(
+        isinstance(value, int | float) and math.isfinite(value) for value in values
+    ):
+        raise ValueError(f"{name}={values!r} are no finite numbers")
+
+
+def _check_round(line: dict[str, Any]) -> None:
+    _check_whole(line, (*_WHOLE, "round", "probe"))
+    for name in _TIMES:
+        _check_finite(name, [] if line[name] is None else [line[name]])
+    _check_finite("verify_lens", line["verify_lens"])
+
+
+def _check_calibration(line: dict[str, Any]) -> None:
+    """What the reliability diagram reads of a report."""
+    bins = line.get("calibration") or []
+    if not isinstance(bins, list) or not all(isinstance(one, dict) for one in bins):
+        raise ValueError(f"calibration={bins!r} is no list of bins")
+    for one in bins:
+        _check_finite("a bin", [one["confidence"], one["acceptance"], one["count"]])
+    _check_finite("calibration_error", [line["calibration_error"]] if bins else [])
 
 
 @dataclass(slots=True)
@@ -141,19 +196,23 @@ class RecordedRun:
                 if number == 1 and (kind != "run" or line["format"] != _FORMAT):
                     raise ValueError(f"it does not start a recording of format {_FORMAT}")
                 if kind == "run":
+                    _check_whole(line, ("num_positions", "num_features"))
                     head = line
                 elif kind == "round":
+                    _check_round(line)
                     for name, values in table.items():
                         values.append(line[name])
                 elif kind == "refit":
+                    _check_finite("coefficients", line["coefficients"])
                     run.refits.append(
                         (int(line["round"]), [float(c) for c in line["coefficients"]])
                     )
                 elif kind == "report":
+                    _check_calibration(line)
                     run.report = line
                 else:
                     raise ValueError(f"unknown kind {kind!r}")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 if number == len(lines) and number > 1 and not text.endswith(("}", "]")):
                     break  # the writer was ended in the middle of its last line
                 reason = f"no {error}" if isinstance(error, KeyError) else error

@@ -1,7 +1,8 @@
 """``tensorrt_llm_bls``: preprocessing and the engine's model behind one text interface.
 
 Invariants: one thread looks for clients that left, also while their request waits for a slot, and stops it
-by id; rows of a batch are decoded together; without streaming there is one response with all rows.
+by id; rows of a batch are decoded together; without streaming there is one response with all rows; an
+engine's responses outlive what this backend still does with them.
 Importable only inside Triton's Python backend.
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,6 +37,10 @@ from trtllm_av.triton_model_repo.refusals import refuse_unsupported
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _MAX_THREADS = 128  # requests beyond it wait their turn
+# A thread of this backend drops its reference to a request's responses some time after the last of them.
+# If that reference is the last one, releases before 24.12 free their arrays there, without the interpreter's
+# lock, and the stub crashes; later ones can wait for that lock for ever. So ours are dropped later.
+_KEEP_SECONDS = 1.0
 
 _TO_PREPROCESSING = {
     "text_input": "QUERY", "max_tokens": "REQUEST_OUTPUT_LEN", "bad_words": "BAD_WORDS_DICT",
@@ -86,11 +93,12 @@ class BlsModel:
             self._is_accumulating = bool(parameters.get("accumulate_tokens", bool, False))
         except AdaptiveVerificationError as error:
             raise to_load_error(error) from None
-        self._engine_model = parameters.get("tensorrt_llm_model_name", str, "tensorrt_llm")
+        self._engine_model = parameters.get("tensorrt_llm_model_name", str) or "tensorrt_llm"
         self._input_names = [entry["name"] for entry in config["input"]]
         self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bls")
         self._open: dict[str, Any] = {}  # request id of the engine's model -> sender of ours
-        self._lock = threading.Lock()  # guards _open
+        self._lock = threading.Lock()  # guards _open, whose requests have no final response yet
+        self._ended: deque[tuple[float, Any]] = deque()  # when, and the responses of a request
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch_clients, name="clients", daemon=True)
         self._watcher.start()
@@ -107,14 +115,27 @@ class BlsModel:
     def _watch_clients(self) -> None:
         """Stop the engine's requests of clients that left; each then ends with the engine's error.
 
-        Asked again until it has ended: the first time the engine's model may not have the request yet.
+        Asked again until it has ended: the first time the engine's model may not have the request yet. Old
+        responses are dropped here too.
         """
         while not self._is_closing.wait(CHECK_SECONDS):
+            while self._ended and self._ended[0][0] < time.monotonic() - _KEEP_SECONDS:
+                self._ended.popleft()
             with self._lock:
-                senders = dict(self._open)
-            for request_id, sender in senders.items():
-                if sender.is_cancelled():
+                request_ids = list(self._open)
+            for request_id in request_ids:
+                if self._is_left(request_id):
                     stop_engine_request(self._engine_model, request_id)
+
+    def _is_left(self, request_id: str) -> bool:
+        """Whether the client of an open request has left.
+
+        Under the lock, so that no final response is sent meanwhile: the server dies of this question once
+        a request has got its last one.
+        """
+        with self._lock:
+            sender = self._open.get(request_id)
+            return sender is not None and bool(sender.is_cancelled())
 
     def _serve(self, request: Any, sender: Any) -> None:
         error: Any
@@ -209,12 +230,20 @@ class BlsModel:
             requested_output_names=["av_text", "output_log_probs", "batch_index", *_COUNTS],
             inputs=inputs,
         )
-        for response in inference.exec(decoupled=True):
-            if response.has_error():
-                raise _ChildError(response.error())
-            tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-            if tensors:
-                yield tensors
+        responses = inference.exec(decoupled=True)
+        error = None
+        try:
+            for response in responses:  # to the last, also after an error
+                if response.has_error():
+                    error = response.error()
+                elif tensors := {
+                    tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()
+                }:
+                    yield tensors
+        finally:
+            self._ended.append((time.monotonic(), responses))
+        if error is not None:
+            raise _ChildError(error)
 
 
 class _ChildError(Exception):

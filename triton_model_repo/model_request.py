@@ -50,8 +50,11 @@ def read_token_request(
     is_input_excluded: bool = False,
 ) -> ModelRequest:
     """A request to the model ``tensorrt_llm``; ``is_input_excluded`` is the model's default."""
+    key = fields.scalar("av_call", 0, None)
     if fields.scalar("stop", 0, False):
-        return ModelRequest([], is_stop=True, stop_key=fields.scalar("av_call", 0, None))
+        return ModelRequest([], is_stop=True, stop_key=key)
+    if key is not None:
+        raise RequestError(f"av_call={key} names a running request for stop; leave it out here")
     refuse_unsupported(fields)
     for name in ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens"):
         fields.row(name, 0)  # these outputs are always there for the asking
@@ -114,7 +117,7 @@ def _token_row(
     options |= {"stop_token_ids": stop_token_ids, "stop": stop}
     pad_id = fields.scalar("pad_id", index, end_id if end_id is not None else 0)
     prompt = prompt[:length]
-    if (lowest := min(prompt)) < 0:  # the tokenizer would raise; ids too high are the engine's to refuse
+    if (lowest := min(prompt)) < 0:  # no tokenizer decodes it; the engine refuses ids too high
         raise RequestError(f"input_ids holds {lowest} in row {index}; token ids start at 0")
     text = "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=True)
     return RowRequest(prompt, _params(options), text, pad_id)

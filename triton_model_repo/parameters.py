@@ -8,6 +8,7 @@ warning if it only tunes memory or scheduling.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,10 @@ from trtllm_av.runtime.scheduler import Engine
 from trtllm_av.triton_model_repo.text_codec import load_tokenizer
 
 T = TypeVar("T", int, str, bool)
+
+# oneDNN keeps the code of the last 1,024 matrix shapes, 0.4 MB each, and batches of tokens bring new shapes for as
+# long as a server runs. The last 256 hold those that recur; 64 do not, and compiling again costs time.
+_ONEDNN_SHAPES = "256"
 
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
@@ -100,6 +105,7 @@ class Parameters:
 
     def load_engine(self) -> Engine:
         """The engine of this model; raises what ``runtime.loading.load_engine`` raises."""
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_SHAPES)
         model = self.get("gpt_model_path", str)
         if model is None:
             raise UsageError(

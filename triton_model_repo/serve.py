@@ -16,8 +16,9 @@ from typing import Annotated, get_args
 
 import typer
 
+from trtllm_av.runtime.console import run_console
 from trtllm_av.runtime.engines.engine_directory import is_engine
-from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
+from trtllm_av.runtime.errors import UsageError
 from trtllm_av.runtime.models import smollm2
 from trtllm_av.runtime.params import AvMode, SpeculativeConfig
 from trtllm_av.triton_model_repo.repository import LAYOUTS, Layout, write_repository
@@ -110,14 +111,11 @@ def serve(
 
 
 def main() -> None:
-    """The console script: the command with every expected error as one line and an exit code."""
+    """The console script."""
     try:
-        app()
+        run_console(app)
     except _Stopped:
         sys.exit(0)
-    except AdaptiveVerificationError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def _stop(_: int, __: object) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -74,6 +75,21 @@ def find_installation(work_folder: Path) -> Installation:
     )  # fmt: skip
 
 
+def _check_port(address: str, port: int) -> None:
+    """ServerError if something listens there: its answers would pass for those of the new server."""
+    try:
+        [(family, kind, _, _, where), *_] = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM
+        )
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise ServerError(
+            f"cannot listen on {address}:{port}: {error.strerror}; choose another port or address"
+        ) from None
+
+
 class TritonServer:
     """A running server; ``stop`` it, or use it as a context."""
 
@@ -88,6 +104,8 @@ class TritonServer:
         metrics_port: int = 8002,
         arguments: tuple[str, ...] = (),
     ) -> None:
+        for port in (http_port, grpc_port, metrics_port):
+            _check_port(address, port)
         installation = find_installation(work_folder)
         self.http_url = f"{address}:{http_port}"
         self.grpc_url = f"{address}:{grpc_port}"

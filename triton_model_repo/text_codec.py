@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -63,12 +64,22 @@ def encode_request(
 def decode_tokens(
     token_ids: NDArray[np.int32], lengths: NDArray[np.int32], tokenizer: Any
 ) -> list[str]:
-    """Texts of [rows, 1 beam, n] tokens, each up to its length."""
-    beams = token_ids.reshape(-1, token_ids.shape[-1])
-    return [
-        tokenizer.decode(beam[:length].tolist(), skip_special_tokens=True)
-        for beam, length in zip(beams, lengths.reshape(-1), strict=True)
+    """Texts of [rows, 1 beam, n] tokens, each up to its length; RequestError for what is no such tensor.
+
+    n is 0 in a last response that brings no token.
+    """
+    if token_ids.shape[1] != 1 or lengths.shape[1] != 1:
+        raise RequestError(
+            f"TOKENS_BATCH {list(token_ids.shape)} and SEQUENCE_LENGTH {list(lengths.shape)} "
+            "must hold one beam a row"
+        )
+    beams = [
+        beam[:length].tolist()
+        for beam, length in zip(token_ids[:, 0], lengths[:, 0].clip(min=0), strict=True)
     ]
+    if (lowest := min(itertools.chain.from_iterable(beams), default=0)) < 0:
+        raise RequestError(f"TOKENS_BATCH holds {lowest}; token ids start at 0")
+    return [tokenizer.decode(beam, skip_special_tokens=True) for beam in beams]
 
 
 def _column(values: list[int]) -> NDArray[np.int32]:

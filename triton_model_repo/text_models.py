@@ -53,9 +53,7 @@ class _TextModel:
         except AdaptiveVerificationError as error:
             return pb_utils.InferenceResponse(error=to_triton_error(error))
         except Exception as bug:  # raised from here, it would fail every request of this batch
-            return pb_utils.InferenceResponse(
-                error=to_triton_error(f"{type(bug).__name__}: {bug}")
-            )
+            return pb_utils.InferenceResponse(error=to_triton_error(f"{type(bug).__name__}: {bug}"))
         return pb_utils.InferenceResponse(
             output_tensors=[pb_utils.Tensor(name, values) for name, values in outputs.items()]
         )
@@ -78,7 +76,7 @@ class Postprocessing(_TextModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
-        self._engine_model = self.parameters.get("tensorrt_llm_model_name", str, "tensorrt_llm")
+        self._engine_model = self.parameters.get("tensorrt_llm_model_name", str) or "tensorrt_llm"
         self._stopped: deque[int] = deque(maxlen=_REMEMBERED)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

@@ -3,12 +3,14 @@
 Layout of ``config.json``, after TensorRT-LLM's: ``pretrained_config`` (the network), ``build_config`` (the
 sizes, the backend and the device it was built for) and ``adaptive_verification`` (draft positions,
 drafter, digests, versions). Invariants: a directory loads only if its format is this package's, every
-named file has the digest of the build, and, where the caller knows the checkpoint, the engine was built
-from that one; its plans run only on the compute capability and under the version they were built for.
+named file and ``config.json`` itself have the digest of the build, and, where the caller knows the
+checkpoint, the engine was built from that one; its plans run only on the compute capability and under
+the version they were built for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from trtllm_av.runtime.errors import CheckpointError, UsageError
 
 CONFIG = "config.json"
 #: Counts changes after which an older or newer directory would be misread.
-FORMAT = 2
+FORMAT = 3
 #: Map of a reduced draft vocabulary, [V_d] int32.
 DRAFT_TO_TARGET = "draft_to_target.npy"
 
@@ -48,12 +50,13 @@ class EngineDirectory:
                 engine = cls(folder, *sections, config["adaptive_verification"])
                 files = dict(engine.adaptive_verification["files"])
                 built_from = str(engine.adaptive_verification["model_digest"])
+                signed = str(engine.adaptive_verification["config_digest"])
         except OSError as error:
             raise CheckpointError(
                 f"{str(folder)!r} is no engine directory: cannot read {CONFIG} ({error.strerror}); "
                 "build one with trtllm-av-build"
             ) from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise CheckpointError(
                 f"{str(folder / CONFIG)!r} is not the configuration of an engine; build one with "
                 "trtllm-av-build"
@@ -62,6 +65,11 @@ class EngineDirectory:
             raise CheckpointError(
                 f"engine directory {str(folder)!r} has format {found!r}, this package reads format "
                 f"{FORMAT}; build the engine again"
+            )
+        if (actual := config_digest(config)) != signed:
+            raise CheckpointError(
+                f"{str(folder / CONFIG)!r} was changed after the build (SHA-256 {actual[:12]}, it says "
+                f"{signed[:12]}); build the engine again"
             )
         if model_digest is not None and model_digest != built_from:
             raise CheckpointError(
@@ -118,10 +126,17 @@ class EngineDirectory:
             )
 
 
+def config_digest(config: dict[str, Any]) -> str:
+    """SHA-256, hex, of what ``config.json`` says, whatever its layout and the digest in it."""
+    section = {k: v for k, v in config["adaptive_verification"].items() if k != "config_digest"}
+    text = json.dumps(config | {"adaptive_verification": section}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def is_engine(folder: Path) -> bool:
     """True if ``folder`` holds an engine of any format, intact or not."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and "adaptive_verification" in config

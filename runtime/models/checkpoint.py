@@ -66,9 +66,9 @@ class CheckpointFiles:
     def find(cls, source: str | Path) -> CheckpointFiles:
         """Look at ``"smollm2"`` or a folder; raises as ``load_checkpoint`` does."""
         folder = smollm2.converted_folder() if source == smollm2.NAME else Path(source)
-        if not folder.is_dir():
+        if not source or not folder.is_dir():  # Path("") is the folder one is in
             raise CheckpointError(
-                f"model folder {str(folder)!r} does not exist; give a Hugging Face model folder or "
+                f"model folder {str(source)!r} does not exist; give a Hugging Face model folder or "
                 f"{smollm2.NAME!r}"
             )
         hf_config = _read_json(folder / "config.json")
@@ -119,7 +119,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"model folder {str(path.parent)!r} has no {path.name}") from None
+        raise CheckpointError(
+            f"model folder {str(path.parent)!r} has no {path.name}; give a Hugging Face model folder or "
+            f"{smollm2.NAME!r}"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -79,6 +79,20 @@ def test_report_holds_sections_and_results(
     assert code == 2 and "cannot be written (No such file or directory)" in err
 
 
+def test_an_interrupted_self_test_leaves_no_report(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against: an empty file that somebody attaches to an issue."""
+
+    def interrupt(name: str) -> PathResult:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "SECTIONS", [])
+    monkeypatch.setattr(selftest, "run_isolated", interrupt)
+    assert command("--selftest", f"--report={tmp_path / 'report.json'}")[0] == 130
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trtllm_av.builder.engine_dir import check_target, staged, write_config
-from trtllm_av.runtime.engines.engine_directory import CONFIG, EngineDirectory
+from trtllm_av.runtime.engines.engine_directory import CONFIG, FORMAT, EngineDirectory, is_engine
 from trtllm_av.runtime.errors import BuildError, CheckpointError, UsageError
 
 DIGEST = "a" * 64
@@ -105,9 +105,9 @@ def test_engines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint aaaaaaaaaaaa, not from bbbbbbbbbbbb"):
         EngineDirectory.load(folder, model_digest="b" * 64)
     edit(folder, format=1)
-    with pytest.raises(CheckpointError, match=r"has format 1, this package reads format 2"):
+    with pytest.raises(CheckpointError, match=r"has format 1, this package reads format 3"):
         EngineDirectory.load(folder)
-    edit(folder, format=2)
+    edit(folder, format=FORMAT)
     (folder / "verify.onnx").write_text("damaged")
     with pytest.raises(CheckpointError, match=r"verify.onnx.* is not the file .*SHA-256 \w{12}"):
         EngineDirectory.load(folder)
@@ -116,9 +116,36 @@ def test_engines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         EngineDirectory.load(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"adaptive_verification": {"format": 2}}'])
+@pytest.mark.parametrize(
+    "section, change",
+    [
+        ("pretrained_config", {"vocab_size": 8}),
+        ("build_config", {"max_draft_len": 9}),
+        ("adaptive_verification", {"files": {}}),
+    ],
+)
+def test_an_edited_configuration_is_refused(
+    tmp_path: Path, section: str, change: dict[str, Any]
+) -> None:
+    """Guards against: sizes nobody compiled, or a traceback deep in the runtime, after an edit."""
+    folder = write_engine(tmp_path / "engine")
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config))  # another layout says the same
+    assert EngineDirectory.load(folder)
+    config[section] |= change
+    (folder / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"was changed after the build .*; build the engine"):
+        EngineDirectory.load(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"adaptive_verification": {"format": 3}}', "[" * 100_000],
+    ids=["empty", "list", "object", "no sections", "deep"],
+)
 def test_a_damaged_configuration_is_one_line(tmp_path: Path, text: str) -> None:
     """Guards against: a traceback for a folder that is something else."""
     (tmp_path / CONFIG).write_text(text)
     with pytest.raises(CheckpointError, match="is not the configuration of an engine"):
         EngineDirectory.load(tmp_path)
+    assert is_engine(tmp_path) == ("format" in text)  # and what looks for an engine does not raise

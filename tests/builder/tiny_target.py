@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from tests.runtime.models.drafters.tiny_heads import layer_config, randomise
 from tests.runtime.models.tiny_checkpoints import save_tiny
 from tests.runtime.tiny_checkpoint import byte_level_tokenizer
 from trtllm_av.runtime.models.checkpoint import load_checkpoint
-from trtllm_av.runtime.models.drafters.eagle_head import (
-    EagleHead,
-    EagleHeadConfig,
-    save_head,
-)
-from trtllm_av.runtime.models.drafters.head_file import target_fingerprint
+from trtllm_av.runtime.models.drafters.eagle_head import EagleHead, save_head
 
 NUM_DRAFT_IDS = 41
 
@@ -30,23 +27,9 @@ def save_target(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
 def save_random_head(path: Path, target: Path) -> Path:
     """A head of random weights that says it was trained for ``target``."""
     loaded = load_checkpoint(target)
-    config = EagleHeadConfig(
-        hidden_size=loaded.config.hidden_size,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=40,
-        rms_norm_eps=1e-5,
-        rope_theta=100.0,
-        target_fingerprint=target_fingerprint(loaded.model.embed, loaded.config.vocab_size),
-    )
-    head = EagleHead(config).requires_grad_(False)
-    generator = torch.Generator().manual_seed(7)
-    for parameter in head.parameters():
-        if parameter.ndim == 2:
-            parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
-        else:
-            parameter.uniform_(0.5, 1.5, generator=generator)
+    head = EagleHead(replace(layer_config(loaded), head_dim=16))
+    randomise(head)
+    generator = torch.Generator().manual_seed(8)
     ids = torch.randperm(loaded.config.vocab_size, generator=generator)[:NUM_DRAFT_IDS]
     save_head(path, head, ids.sort().values)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -369,3 +370,19 @@ def test_reference_ignores_the_checkpoints_own_penalties(folder: Path) -> None:
         assert transformers_greedy(folder, [[5, 6, 7]], [GREEDY], [0]) == expected
     finally:
         config.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_batch_size": "8"}, {"max_batch_size": 0}, {"max_seq_len": 2.5}, {"prefill_chunk": "x"},
+        {"device": None}, {"cost_table": [1]},
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_type_is_one_line(
+    loaded: LoadedModel, wrong: dict[str, Any]
+) -> None:
+    """Guards against a traceback out of torch for a size that was read from a text."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(UsageError, match=f"{name}={re.escape(repr(value))}"):
+        LLM(loaded, SpeculativeConfig(method="layer_skip"), **wrong)

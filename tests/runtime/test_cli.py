@@ -185,11 +185,19 @@ def test_compare_fails_if_tokens_differ(run: Run, monkeypatch: pytest.MonkeyPatc
         (["--prompt", "x", "--repetitions", "3"], 2, "--repetitions 3 has no use"),
         (["--prompt", "x", "--top-p", "0"], 2, "top_p=0.0"),
         (["--prompt", "x", "--max-tokens", "0"], 2, "max_tokens=0"),
-        (["--prompt", "x", "--speculative-config", "{"], 2, "not JSON"),
+        (["--prompt", "x", "--speculative-config", "{"], 2, "cannot read speculative config"),
         (["--prompt", "x", "--speculative-config", '{"k": 1}'], 2, "unknown key 'k'"),
         (["--prompt", "x", "--speculative-config", '{"self": 1}'], 2, "unknown key 'self'"),
-        (["--prompt", "x", "--speculative-config", "[" * 100_000], 2, "not JSON"),
-        (["--prompt", "x", "--speculative-config", "1" * 5000], 2, "not JSON"),
+        (
+            ["--prompt", "x", "--speculative-config", "[" * 100_000],
+            2,
+            "cannot read speculative config",
+        ),
+        (
+            ["--prompt", "x", "--speculative-config", "1" * 5000],
+            2,
+            "cannot read speculative config",
+        ),
         (["--prompt", "x\udcff"], 2, "character 1, which is no Unicode character"),
         (["--prompt", "x", "--speculative-config", '{"method": "magic"}'], 2, "method='magic'"),
         (
@@ -234,7 +242,8 @@ def test_unreadable_models(run: Run, tmp_path: Path) -> None:
         ('{"prompt_token_ids": [1, true]}', "line 2: prompt_token_ids.1=True"),
         ('{"messages": [{"role": "user"}]}', "line 2: messages.0.content"),
         ("[" * 100_000, "line 2 is"),
-        ('{"prompt_token_ids": [' + "1" * 5000 + "]}", "line 2 is not JSON"),
+        ('{"prompt_token_ids": [' + "1" * 5000 + "]}", "line 2 cannot be read"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2 cannot be read: key 'prompt' stands twice"),
     ],
 )
 def test_malformed_lines_are_named(line: str, message: str) -> None:
@@ -257,6 +266,14 @@ def test_unusable_prompt_files(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", '{"messages": [{"role": "tool", "content": "x"}]}')
     result = run("--input", path)
     assert result.code == 2 and result.err.startswith("error: p.jsonl line 1: the chat template")
+
+
+def test_a_recording_does_not_overwrite_the_prompts(run: Run, tmp_path: Path) -> None:
+    """Guards against prompts that are lost to a slip of the command line."""
+    path = write(tmp_path / "p.jsonl", '{"prompt": "x"}')
+    result = run("--input", path, "--record", f"{tmp_path}/../{tmp_path.name}/p.jsonl")
+    assert result.code == 2 and "would overwrite --input" in result.err
+    assert Path(path).read_text() == '{"prompt": "x"}'
 
 
 def test_ten_demo_prompts_are_shipped() -> None:

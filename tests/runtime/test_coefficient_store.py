@@ -16,7 +16,12 @@ from tests.runtime.tiny_checkpoint import cheap_draft_costs, write_tiny_checkpoi
 from trtllm_av.plugins.reference import accumulate_statistics
 from trtllm_av.runtime.adaptive_options import AdaptiveOptions
 from trtllm_av.runtime.api import LLM, SamplingParams, SpeculativeConfig
-from trtllm_av.runtime.coefficient_store import WRITE_SECONDS, CoefficientKey, CoefficientStore
+from trtllm_av.runtime.coefficient_store import (
+    WRITE_SECONDS,
+    CoefficientKey,
+    CoefficientStore,
+    drafter_identity,
+)
 from trtllm_av.runtime.controller import AdaptiveController
 from trtllm_av.runtime.cost_model import CostModel
 
@@ -190,3 +195,16 @@ def test_a_folder_that_cannot_be_written_costs_a_message(
     with caplog.at_level(logging.WARNING):
         store.save(VALUES)
     assert "coefficients are not kept" in caplog.text
+
+
+def test_a_retrained_head_or_another_way_to_sample_is_another_drafter(tmp_path: Path) -> None:
+    """Guards against coefficients of other weights of the same size, or of greedy drafts, taken for one's own."""
+    head = tmp_path / "head.safetensors"
+    identities = set()
+    for weights in (b"one", b"two"):
+        head.write_bytes(weights)
+        for method in ("probabilistic", "greedy"):
+            config = SpeculativeConfig(method="eagle", model=str(head), draft_sample_method=method)
+            identities.add(drafter_identity("eagle 9,64", config))
+    assert len(identities) == 4
+    assert drafter_identity("eagle 9,64", SpeculativeConfig()) not in identities

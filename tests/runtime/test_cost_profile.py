@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,26 @@ def test_a_full_disk_leaves_nothing_half_written(
     assert table.key == KEY
     assert not list(tmp_path.iterdir())
     assert "No space left" in caplog.text
+
+
+def test_a_folder_that_may_not_be_looked_into_costs_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against an engine that does not start because of a cache it can do without."""
+    stat = os.stat
+
+    def denied(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "costs-" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    def deny(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr("trtllm_av.runtime.cost_profile.write_whole", deny)
+    assert Engine().load(tmp_path).key == KEY
+    assert "step costs are not cached" in caplog.text
 
 
 @pytest.mark.parametrize(("requests", "positions"), [(1, 1), (1, 7), (8, 7), (64, 3)])

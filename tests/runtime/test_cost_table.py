@@ -91,7 +91,13 @@ def vars_of(key: ProfileKey) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[]", "holds a list"), ("\xff", "is not JSON"), (None, "cannot read")],
+    [
+        ("{", "cannot read"),
+        ('{"unit": "ms", "unit": "s"}', "key 'unit' stands twice"),
+        ("[]", "holds a list"),
+        ("\xff", "cannot read"),
+        (None, "cannot read"),
+    ],
 )
 def test_unreadable_files_are_one_line(tmp_path: Path, text: str | None, message: str) -> None:
     """Guards against a traceback where the user's file is at fault."""

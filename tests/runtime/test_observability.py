@@ -18,7 +18,7 @@ from tests.runtime.tiny_checkpoint import cheap_draft_costs, write_tiny_checkpoi
 from trtllm_av.runtime import bench_cli, cli
 from trtllm_av.runtime.api import LLM
 from trtllm_av.runtime.cost_model import CostModel
-from trtllm_av.runtime.errors import UsageError
+from trtllm_av.runtime.errors import RecordingError, UsageError
 from trtllm_av.runtime.metrics import RoundReport
 from trtllm_av.runtime.params import SamplingParams, SpeculativeConfig
 from trtllm_av.runtime.prometheus import EngineCollector, start_exporter
@@ -26,6 +26,7 @@ from trtllm_av.runtime.round_log import RoundLog
 from trtllm_av.runtime.run_history import RecordedRun, RunRecorder
 
 K = 3
+HEAD = '{"kind": "run", "format": 1, "mode": "off", "num_positions": 4, "num_features": 1}\n'
 CONFIG = SpeculativeConfig(method="layer_skip", num_speculative_tokens=K, skip_layers=[1])
 
 
@@ -222,6 +223,19 @@ def test_report_draws_every_diagram(
     assert code == 0 and "calibration error" in out
 
 
+def test_nothing_of_one_name_is_left_out(
+    recorded: tuple[LLM, Path], bench: Bench, tmp_path: Path
+) -> None:
+    """Guards against a file whose curve or diagrams replace those of another without a word."""
+    paths = [tmp_path / "a.json", tmp_path / "b.json", tmp_path / "run.jsonl"]
+    for path, mode in zip(paths, ("fixed", "fixed", ""), strict=True):
+        row = {"mode": mode, "load": 4, "tokens_per_second": 1.0}
+        path.write_text(json.dumps([row]) if mode else recorded[1].read_text())
+    for pair, name in ((paths[:2], "fixed"), ((recorded[1], paths[2]), "run")):
+        code, _, err = bench("report", *map(str, pair), "--output", str(tmp_path / "out"))
+        assert code == 2 and f"both hold {name!r}" in err
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -229,11 +243,17 @@ def test_report_draws_every_diagram(
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", "{}\n", "line 1"),
         ("a.jsonl", '{"kind": "run", "format": 9}\n', "line 1"),
-        ("a.jsonl", '{"kind": "run", "format": 1}\n', "does not hold"),
-        ("a.jsonl", '{"kind": "run", "format": 1}\n{"kind": "round"}\n', "line 2"),
-        ("a.jsonl", '{"kind": "run", "format": 1}\n[1]\n', "line 2"),
+        ("a.jsonl", '{"kind": "run", "format": 1}\n', "line 1"),
+        ("a.jsonl", HEAD.replace("4", '"z"'), "num_positions='z' is no whole number"),
+        ("a.jsonl", HEAD + '{"kind": "round"}\n', "line 2"),
+        ("a.jsonl", HEAD + "[1]\n", "line 2"),
+        ("a.jsonl", HEAD + "[" * 100_000 + "\n{}", "line 2"),
+        ("a.jsonl", HEAD + '{"kind": "refit", "round": 1, "coefficients": ["z"]}\n', "line 2"),
+        ("a.jsonl", HEAD + '{"kind": "report", "calibration": "z"}\n', "calibration='z'"),
         ("a.json", None, "cannot read"),
         ("a.json", "[1, 2]", "no load benchmark"),
+        ("a.json", "[" * 100_000, "no load benchmark"),
+        ("a.json", '[{"load": 4, "tokens_per_second": NaN}]', "no load benchmark"),
         ("a.json", '{"rows": [{"concurrency": 4}]}', "no load benchmark"),
     ],
 )
@@ -248,6 +268,36 @@ def test_bad_files_are_one_line(
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     assert message in err and name in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("depth", None), ("budget", 1e400), ("live", -1), ("verify_lens", 3), ("measured_ms", "z")],
+)
+def test_a_damaged_round_is_named(
+    recorded: tuple[LLM, Path], bench: Bench, tmp_path: Path, name: str, value: object
+) -> None:
+    """Guards against a traceback in a diagram, and diagrams of what was not measured."""
+    lines = recorded[1].read_text().splitlines()
+    (number,) = [n for n, line in enumerate(lines) if '"round", "round": 5,' in line]
+    lines[number] = json.dumps(json.loads(lines[number]) | {name: value})
+    path = tmp_path / "damaged.jsonl"
+    path.write_text("\n".join(lines))
+    code, _, err = bench("report", str(path), "--output", str(tmp_path / "out"))
+    assert code == 2 and f"line {number + 1} " in err and name in err
+
+
+def test_a_full_disk_is_named_as_the_recording(folder: Path) -> None:
+    """Guards against a traceback, or a standard output that is blamed, minutes into a run."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    llm = LLM(str(folder))
+    with (
+        pytest.raises(RecordingError, match=r"'/dev/full' \(No space left .*name another file"),
+        RunRecorder(llm.engine, Path("/dev/full")),
+    ):
+        llm.generate(["abc"], SamplingParams(max_tokens=4))
+    assert llm.generate(["abc"], SamplingParams(max_tokens=4))  # the engine goes on
 
 
 def test_recording_of_an_ended_writer_is_read(recorded: tuple[LLM, Path], tmp_path: Path) -> None:

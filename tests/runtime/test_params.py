@@ -6,7 +6,7 @@ import pytest
 
 from trtllm_av.runtime.adaptive_options import AdaptiveOptions
 from trtllm_av.runtime.errors import UsageError
-from trtllm_av.runtime.params import SpeculativeConfig
+from trtllm_av.runtime.params import SamplingParams, SpeculativeConfig
 
 
 def test_the_defaults_are_the_method_without_options() -> None:
@@ -68,3 +68,27 @@ def test_an_option_without_use_is_refused(mode: str, name: str, value: object) -
     with pytest.raises(UsageError, match=f"{name}=.* has no use in av_mode '{mode}'; leave it out"):
         SpeculativeConfig(av_mode=mode, **{name: value})  # type: ignore[arg-type]
     SpeculativeConfig(av_mode=mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"method": "eagle", "method": "layer_skip"}', "{", "[" * 100_000]
+)
+def test_a_configuration_that_is_not_clear_is_one_line(text: str) -> None:
+    """Guards against a key that is dropped because it stands twice, and a traceback."""
+    with pytest.raises(UsageError, match="cannot read speculative config") as caught:
+        SpeculativeConfig.from_json(text)
+    assert "\n" not in str(caught.value)
+    assert ("'method' stands twice" in str(caught.value)) == ("method" in text)
+
+
+def test_a_contradiction_of_two_keys_names_them_alone() -> None:
+    """Guards against a message that begins with the whole configuration."""
+    with pytest.raises(UsageError, match=r"^SamplingParams: min_tokens=9 exceeds max_tokens=3$"):
+        SamplingParams(min_tokens=9, max_tokens=3, seed=5)
+
+
+@pytest.mark.parametrize("mode, enabled", [("adaptive", False), ("fixed", True), ("off", True)])
+def test_a_mode_that_contradicts_the_switch_is_refused(mode: str, enabled: bool) -> None:
+    """Guards against one of two opposite keys that wins without a word."""
+    with pytest.raises(UsageError, match=f"av_mode='{mode}' contradicts .*; leave one out"):
+        SpeculativeConfig(av_mode=mode, enable_adaptive_verification=enabled)  # type: ignore[arg-type]

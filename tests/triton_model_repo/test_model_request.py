@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from trtllm_av.triton_model_repo.model_request import (
 from trtllm_av.triton_model_repo.parameters import Parameters
 from trtllm_av.triton_model_repo.repository import LAYOUTS, write_repository
 from trtllm_av.triton_model_repo.template import fill
-from trtllm_av.triton_model_repo.text_codec import encode_request
+from trtllm_av.triton_model_repo.text_codec import decode_tokens, encode_request
 
 TOKENIZER = byte_level_tokenizer()
 
@@ -139,3 +141,60 @@ def test_parameters_refuse_what_would_change_tokens() -> None:
     assert parameters(av_mode="off").speculative_config().resolved_mode == "off"
     with pytest.raises(UsageError, match="no value and no default"):
         fill("max_batch_size: ${triton_max_batch_size}", {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input_ids": [5, -6, 7]}, "input_ids holds -6 in row 0; token ids start at 0"),
+        ({"min_tokens": [99]}, "min_tokens=99 exceeds max_tokens=9"),
+        ({"runtime_top_k": [-1]}, "top_k=-1: Input should be greater than or equal to 0"),
+    ],
+)
+def test_refusals_are_short_whatever_the_client_sent(fields: dict[str, Any], message: str) -> None:
+    """Guards against a traceback for a negative token, and a message of all fields for one wrong pair."""
+    with pytest.raises(RequestError) as caught:
+        token_request(**fields)
+    assert str(caught.value) == message
+
+
+def test_values_in_messages_are_cut() -> None:
+    """Guards against an answer as long as the biases of a whole vocabulary."""
+    bias = [1.0] * 260 + [float("nan")]
+    with pytest.raises(RequestError, match="must be finite") as caught:
+        token_request(embedding_bias=bias)
+    assert len(str(caught.value)) < 200
+
+
+def test_responses_are_decoded_with_and_without_tokens() -> None:
+    """Guards against a last response without a token, which ends the stream of an upstream ensemble."""
+    tokens = np.array([[TOKENIZER.encode("xyz")]], dtype=np.int32)
+    assert decode_tokens(tokens, np.array([[2]]), TOKENIZER) == ["xy"]
+    nothing = np.zeros((2, 1, 0), dtype=np.int32)
+    assert decode_tokens(nothing, np.zeros((2, 1), dtype=np.int32), TOKENIZER) == ["", ""]
+    for wrong, lengths, message in (
+        (tokens, np.array([[2, 2]]), "one beam a row"),
+        (np.zeros((1, 0, 0), np.int32), np.zeros((1, 0), np.int32), "one beam a row"),
+        (-tokens, np.array([[3]]), "token ids start at 0"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            decode_tokens(wrong, lengths, TOKENIZER)
+
+
+def test_onednn_is_bounded_before_the_engine_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server whose memory grows for hours, by the code of each new matrix shape."""
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    seen = []
+
+    def load(*_: object, **__: object) -> SimpleNamespace:
+        seen.append(os.environ.get(name))
+        return SimpleNamespace(tokenizer=TOKENIZER)
+
+    monkeypatch.setattr("trtllm_av.triton_model_repo.parameters.load_engine", load)
+    parameters = Parameters({"parameters": {"gpt_model_path": {"string_value": "x"}}})
+    for value in ("", "64"):  # what the operator sets stays
+        monkeypatch.setenv(name, value)
+        if not value:
+            monkeypatch.delenv(name)
+        parameters.load_engine()
+    assert seen == ["256", "64"]

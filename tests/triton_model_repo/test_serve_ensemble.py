@@ -190,6 +190,20 @@ def test_a_client_that_leaves_frees_its_slot(ensemble_server: Server, model: str
     assert ensemble_server.emitted() - before < 24 * 240 / 2
 
 
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_a_burst_of_requests_ends_without_an_error(ensemble_server: Server, model: str) -> None:
+    """Guards against a stub, or the server, that crashes once many requests end at a time."""
+    with Streams(ensemble_server) as streams:
+        for n in range(150):
+            streams.send(model, {"text_input": f"burst {n}", "max_tokens": 12, "end_id": -1})
+        counts = []
+        while len(counts) < 150:
+            result, is_last = streams.next()
+            counts += result.as_numpy("num_output_tokens").reshape(-1).tolist() if is_last else []
+    assert counts == [12] * 150
+    ensemble_server.wait_until_idle()
+
+
 def test_a_waiting_request_of_the_bls_model_leaves_with_its_client(ensemble_server: Server) -> None:
     """Guards against clients that are looked for only when a response comes."""
 
@@ -242,6 +256,7 @@ def test_histograms_count_the_tokens_of_every_request(ensemble_server: Server) -
         ({"request_output_len": 100_000}, "exceeds max_seq_len"),
         ({"input_lengths": 9}, "input_lengths=9"),
         ({"input_ids": [5, 9999, 6]}, "token 9999 is outside the vocabulary"),
+        ({"input_ids": [5, -6, 7]}, "input_ids holds -6 in row 0"),
         ({"temperature": float("nan"), "runtime_top_k": 5}, "temperature=nan"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"num_draft_tokens": 9}, "num_speculative_tokens=9 exceeds"),
@@ -269,6 +284,28 @@ def test_infer_over_http_and_unary_grpc_name_the_reason(ensemble_server: Server)
     inputs = tensors(token_fields([5, 6], 4), has_rows=True)
     with pytest.raises(Exception, match="decoupled"):
         InferenceServerClient(ensemble_server.grpc).infer("tensorrt_llm", inputs)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "message"),
+    [
+        ([[[5, -6, 7]]], [[3]], "token ids start at 0"),
+        ([[[5, 6, 7]]], [[3, 3]], "one beam a row"),
+        ([[[5, 6], [7, 8]]], [[2]], "one beam a row"),
+    ],
+)
+def test_postprocessing_names_what_it_cannot_decode(
+    ensemble_server: Server, ids: list[Any], lengths: list[Any], message: str
+) -> None:
+    """Guards against a traceback with paths of the server in an answer."""
+    from tritonclient.grpc import InferenceServerClient
+
+    fields = {"TOKENS_BATCH": np.array(ids), "SEQUENCE_LENGTH": np.array(lengths)}
+    with pytest.raises(Exception, match=message) as caught:
+        InferenceServerClient(ensemble_server.grpc).infer(
+            "postprocessing", tensors(fields, has_rows=True)
+        )
+    assert "At:" not in str(caught.value)
 
 
 def test_generate_stream_is_server_sent_events(ensemble_server: Server, llm: LLM) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.triton_model_repo.conftest import SPECULATIVE
-from tests.triton_model_repo.serving import Server, Streams, serve
+from tests.triton_model_repo.serving import Server, Streams, free_ports, serve
 from trtllm_av.runtime.api import LLM, SamplingParams
 
 pytestmark = pytest.mark.triton
@@ -250,6 +250,61 @@ def test_killed_stub_refuses_requests_until_the_model_is_reloaded(
             assert time.monotonic() < end, "the model does not come back"
             time.sleep(0.2)
     assert not stubs_of(server) and not shared_memory_of(server)
+
+
+def test_stub_killed_under_streams_is_mended_or_ends_the_command(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Guards against a half-dead server: either a reload mends it, or the command ends with 1, cleaned up.
+
+    The backend of Triton 2.51 aborts if the stub dies while it holds a lock that both share.
+    """
+    with serve(tiny_folder, tmp_path / "log", "--layout", "llm", "--av-mode", "off") as server:
+        streams = Streams(server)
+        for _ in range(12):
+            streams.send("llm", {"text_input": "abc", "max_tokens": 240, "stream": True})
+        streams.next()
+        for pid in stubs_of(server):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(1.0)
+        try:
+            status, text = server.post("models/llm/generate", {"text_input": "a", "max_tokens": 2})
+            assert status >= 400 and "not healthy" in text
+            for verb in ("unload", "load"):
+                assert server.post(f"repository/models/llm/{verb}", {})[0] == 200
+            assert server.generate("llm", text_input="a", max_tokens=2)["num_output_tokens"] == 2
+        except OSError:
+            assert server.process.wait(30) == 1
+        streams.close(cancel=True)
+    assert not stubs_of(server) and not shared_memory_of(server)
+
+
+def test_taken_port_and_a_stop_while_loading_leave_nothing_behind(
+    llm_server: Server, tiny_folder: Path
+) -> None:
+    """Guards against a second server that waits for its port, takes the first one down, or outlives a stop."""
+    command = [sys.executable, "-m", "trtllm_av.triton_model_repo.serve", "--layout", "llm"]
+    command += ["--model", str(tiny_folder), "--av-mode", "off", "--http-port"]
+    others = ["--grpc-port", str(free_ports(2)[0]), "--metrics-port", str(free_ports(2)[1])]
+    for port, is_stopped, code in (
+        (llm_server.http.split(":")[1], False, 1),
+        (str(free_ports(1)[0]), True, 0),
+    ):
+        process = subprocess.Popen(
+            [*command, port, *others], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        shared = f"trtllm_av_{process.pid}_*"
+        if is_stopped:
+            end = time.monotonic() + 60
+            while not list(Path("/dev/shm").glob(shared)):  # until then no stub runs
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == code and "ready" not in output
+        assert is_stopped or f"error: cannot listen on 127.0.0.1:{port}: Address already" in errors
+        assert not list(Path("/dev/shm").glob(shared))
+    assert llm_server.generate("llm", text_input="a", max_tokens=2)["num_output_tokens"] == 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,11 @@ import torch
 from trtllm_av.plugins import cuda_launch
 from trtllm_av.plugins.cuda_trim import MAX_ROWS
 from trtllm_av.runtime.adaptive_options import AdaptiveOptions
-from trtllm_av.runtime.coefficient_store import CoefficientKey, CoefficientStore
+from trtllm_av.runtime.coefficient_store import (
+    CoefficientKey,
+    CoefficientStore,
+    drafter_identity,
+)
 from trtllm_av.runtime.controller import AdaptiveController
 from trtllm_av.runtime.cost_model import CostModel
 from trtllm_av.runtime.cost_table import ProfileKey
@@ -105,7 +109,12 @@ def create_engine(
             assert drafter is not None
             store = CoefficientStore(
                 cache_folder(),
-                CoefficientKey.of(loaded.digest, drafter.cost_key, options, num_positions),
+                CoefficientKey.of(
+                    loaded.digest,
+                    drafter_identity(drafter.cost_key, speculative),
+                    options,
+                    num_positions,
+                ),
             )
     controller = AdaptiveController(
         mode, num_positions, max_batch_size, costs, options=options, store=store
@@ -160,7 +169,7 @@ def find_head(speculative: SpeculativeConfig, loaded: LoadedModel) -> DraftHead:
             )
     path = head_path(speculative, loaded, method, PACKAGED_HEADS)
     head, draft_to_target = load_head(path, loaded.dtype)
-    check_target(path, head.config, loaded)
+    check_target(path, head.config, draft_to_target, loaded)
     return DraftHead(head, draft_to_target)
 
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -115,6 +114,7 @@ class CudaEngine(Engine):
         )
         #: Totals over rounds that were read: of the device, of drafting alone, and of waiting for it.
         self.device_ms = self.draft_ms = self.wait_seconds = 0.0
+        self._step_started = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -138,7 +138,7 @@ class CudaEngine(Engine):
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Launch a round and a prefill pass where there are rows for them; read what was launched before."""
-        started = time.perf_counter()
+        self._step_started = time.perf_counter()
         events = [
             TokenEvent(request.request_id, [], request.stream.flush(), finish_reason="cancelled")
             for request in self._cancelled
@@ -159,7 +159,6 @@ class CudaEngine(Engine):
                     events += self._read_round(pending)
         except RuntimeError as error:
             raise device_error(f"engine {self.name!r}: a decode round", error) from error
-        self.observer.report.decode_seconds += time.perf_counter() - started
         return events
 
     def _admit(self) -> None:
@@ -272,9 +271,8 @@ class CudaEngine(Engine):
         trainable_lens = np.where(is_counted, width, 0).astype(np.int32)
         for r in np.flatnonzero(needs_look).tolist():
             request = self._live[int(slots[r])]
-            if not rows.is_watched[
-                slots[r]
-            ]:  # all but the first of its tokens went past its stream
+            if not rows.is_watched[slots[r]]:
+                # All but the first of its tokens went past its stream.
                 request.stream.skip(len(request.output) - 1)
             drafted, verified, accepted, length = lens[:, r].tolist()
             event = self._emit(
@@ -287,8 +285,10 @@ class CudaEngine(Engine):
         if events:
             counted = replace(plan, draft_lens=torch.from_numpy(lens[0, is_counted]))
             self.controller.last_decision = pending.decision  # that of the round which is counted
-            emitted = sum(map(len, map(attrgetter("token_ids"), events)))
-            self.observer.count(counted, outcome, 0.0, emitted)
+            emitted = sum(len(event.token_ids) for event in events)
+            # The host's step: it waits for the round, so that both take equally long.
+            seconds = time.perf_counter() - self._step_started
+            self.observer.count(counted, outcome, seconds, emitted)
         return events
 
     def _has_end(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtllm_av.plugins.triton_language import tl, triton
+from trtllm_av.plugins.triton_language import jit, tl, triton
 
 _BLOCK = 1024
 
@@ -93,7 +93,7 @@ def rotate_and_store(
     return queries
 
 
-@triton.jit
+@jit
 def _add_rms_norm(
     x: tl.tensor,
     delta: tl.tensor,
@@ -119,7 +119,7 @@ def _add_rms_norm(
     tl.store(normed + row + columns, (wide * scale * gain).to(value.dtype), mask=inside)
 
 
-@triton.jit
+@jit
 def _join_norms(
     token_ids: tl.tensor,
     embedding: tl.tensor,
@@ -147,7 +147,7 @@ def _join_norms(
     tl.store(out, (value * scale * gain).to(joined.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _silu_and_multiply(
     gate_up: tl.tensor,
     out: tl.tensor,
@@ -165,7 +165,7 @@ def _silu_and_multiply(
     tl.store(out + row * inner + columns, product.to(gate.dtype), mask=inside)
 
 
-@triton.jit
+@jit
 def _rotate_and_store(
     qkv: tl.tensor,
     cos: tl.tensor,

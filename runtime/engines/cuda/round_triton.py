@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trtllm_av.plugins.sampling_laws import Laws, Verdict
-from trtllm_av.plugins.triton_language import tl, triton
+from trtllm_av.plugins.triton_language import jit, tl, triton
 from trtllm_av.runtime.engines.cuda.round_ops import DraftRecord, RoundEnd, Rows
 from trtllm_av.runtime.engines.cuda.state import Field
 from trtllm_av.runtime.step import NO_TOKEN
@@ -84,7 +84,7 @@ def finish_round(
     return RoundEnd(next_ids, last_positions)
 
 
-@triton.jit
+@jit
 def _read_rows(
     integers: tl.tensor,
     floats: tl.tensor,
@@ -117,7 +117,7 @@ def _read_rows(
     tl.store(draft_lens + row, tl.minimum(planned.to(tl.int64), room).to(tl.int32), mask=inside)
 
 
-@triton.jit
+@jit
 def _record_draft(
     position: tl.tensor,
     logits: tl.tensor,
@@ -170,7 +170,7 @@ def _record_draft(
         tl.store(kept_state + row * hidden + lane, part, mask=is_state)
 
 
-@triton.jit
+@jit
 def _finish_round(
     integers: tl.tensor,
     slots: tl.tensor,

@@ -47,14 +47,24 @@ def draft_figures(log_top: Tensor, entropy: Tensor) -> Tensor:
 
     ``log_top`` [...] is the log-probability of its top token, ``entropy`` [...] is in nats.
     """
-    odds = log_top - torch.log(-torch.expm1(log_top))
-    return torch.stack([odds.clamp(-ODDS_BOUND, ODDS_BOUND), 0.25 * entropy], -1)
+    return _join_figures(log_top - torch.log(-torch.expm1(log_top)), entropy)
 
 
 def figures_of_logits(logits: Tensor) -> Tensor:
-    """:func:`draft_figures` of ``logits`` [..., V_d] at temperature 1."""
+    """:func:`draft_figures` of ``logits`` [..., V_d] at temperature 1.
+
+    The other tokens are summed, because what a top token near 1 leaves of it cancels in float32.
+    """
     log_q = logits.float().log_softmax(-1)
-    return draft_figures(log_q.amax(-1), -(log_q.exp() * log_q).sum(-1))
+    q = log_q.exp()
+    log_top, top = log_q.max(-1, keepdim=True)
+    is_top = torch.arange(q.shape[-1], device=q.device) == top
+    odds = log_top[..., 0] - q.masked_fill(is_top, 0.0).sum(-1).log()
+    return _join_figures(odds, -(q * log_q).sum(-1))
+
+
+def _join_figures(odds: Tensor, entropy: Tensor) -> Tensor:
+    return torch.stack([odds.clamp(-ODDS_BOUND, ODDS_BOUND), 0.25 * entropy], -1)
 
 
 class SequentialHead(nn.Module):

@@ -20,6 +20,7 @@ from trtllm_av.builder.compile import PlanCompiler
 from trtllm_av.builder.progress import BuildProgress
 from trtllm_av.runtime.api import LLM
 from trtllm_av.runtime.engines import opening
+from trtllm_av.runtime.engines.engine_directory import config_digest
 from trtllm_av.runtime.engines.gpu import Gpu
 from trtllm_av.runtime.engines.onnx_plan import OnnxPlan
 from trtllm_av.runtime.engines.plan import PassSizes
@@ -55,6 +56,7 @@ def engine(tiny_engine: Path, tiny_target: Path, tmp_path_factory: pytest.TempPa
     content = json.loads(path.read_text())
     content["build_config"] |= {"backend": "tensorrt", "device": compiler.device}
     content["adaptive_verification"]["versions"] |= compiler.version
+    content["adaptive_verification"]["config_digest"] = config_digest(content)
     path.write_text(json.dumps(content))
     return folder
 

@@ -180,3 +180,10 @@ def test_missing_folder(tmp_path: Path) -> None:
     """A mistyped path answered by a library's own traceback."""
     with pytest.raises(CheckpointError, match="does not exist; give a Hugging Face model folder"):
         load_checkpoint(tmp_path / "nowhere")
+
+
+def test_an_empty_name_is_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against an unset variable that loads whatever is in the current folder."""
+    monkeypatch.chdir(save_tiny(tmp_path / "here"))
+    with pytest.raises(CheckpointError, match="model folder '' does not exist; give"):
+        load_checkpoint("")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -48,6 +49,19 @@ def create(family: Family, target: LoadedModel, **settings: Any) -> Any:
         **{"method": family.name, "num_speculative_tokens": NUM_POSITIONS} | settings
     )
     return create_drafter(config, target, KVCache(target.config, 4, 96))
+
+
+def rewrite(path: Path, config: Any = None, **tensors: torch.Tensor) -> None:
+    """Save the file again with another configuration or other tensors."""
+    with safe_open(str(path), framework="pt") as file:
+        [(key, text)] = file.metadata().items()
+        content = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
+    path.unlink()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in content.items()},
+        path,
+        {key: text if config is None else json.dumps(config)},
+    )
 
 
 def test_weights_survive_the_file(family: Family, target: LoadedModel, tmp_path: Path) -> None:
@@ -113,6 +127,59 @@ def test_damaged_weights_are_one_line(
     with pytest.raises(CheckpointError, match=r"head\.safetensors") as caught:
         LOADERS[family.name](path)
     assert "\n" not in str(caught.value)
+    if damage == "tensor":
+        assert "down" in str(caught.value)  # which one
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [IDS - 1000, torch.zeros_like(IDS), IDS.view(1, -1), IDS[:0], IDS.float()],
+    ids=["negative", "twice", "a table", "none", "no integers"],
+)
+def test_a_map_that_names_no_token_or_one_twice_is_refused(
+    target: LoadedModel, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    """A traceback in the first round; or, with two draft ids for one token, a q that nobody drew from: lossy."""
+    path, family = tmp_path / "head.safetensors", FAMILIES[0]
+    family.save(path, family.head(target), IDS)
+    rewrite(path, draft_to_target=ids.int() if ids.dtype == torch.int64 else ids)
+    with pytest.raises(CheckpointError, match=r"draft_to_target .*train_drafter"):
+        load_head(path)
+
+
+def test_a_map_beyond_the_vocabulary_is_refused(
+    family: Family, target: LoadedModel, tmp_path: Path
+) -> None:
+    """An index error while the engine starts."""
+    path = tmp_path / "head.safetensors"
+    family.save(path, family.head(target), IDS)
+    rewrite(path, draft_to_target=(IDS + VOCAB_SIZE).int())
+    with pytest.raises(CheckpointError, match=rf"drafts token \d+, .* has {VOCAB_SIZE}"):
+        create(family, target, model=str(path))
+
+
+def test_weights_that_are_not_finite_are_refused(
+    family: Family, target: LoadedModel, tmp_path: Path
+) -> None:
+    """A head whose every draft is a silent fallback."""
+    path, head = tmp_path / "head.safetensors", family.head(target)
+    next(head.parameters()).fill_(float("nan"))
+    family.save(path, head, IDS)
+    with pytest.raises(CheckpointError, match="not finite"):
+        LOADERS[family.name](path)
+
+
+@pytest.mark.parametrize("change", [{"rms_norm_eps": "x"}, {"rope_theta": -3.0}, {"num_heads": 0}])
+def test_constants_that_are_no_positive_numbers_are_refused(
+    target: LoadedModel, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """A traceback in the first pass, or positions that are not rotated as in training."""
+    path, family = tmp_path / "head.safetensors", FAMILIES[0]
+    head = family.head(target)
+    family.save(path, head, IDS)
+    rewrite(path, asdict(head.config) | change)
+    with pytest.raises(CheckpointError, match=f"its {next(iter(change))}=.* is no positive number"):
+        load_head(path)
 
 
 def test_a_head_of_another_family_is_refused(target: LoadedModel, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ EVERYTHING = {
     "discount": 0.5,
     "exploration": 0.01,
     "min_gain": 0.02,
-    "early_stop": True,
 }
 
 
@@ -74,3 +73,10 @@ def test_a_head_that_does_not_exist_is_refused_before_anything_runs(
     """Guards against a typing error in a configuration that costs a profile of the engine first."""
     with pytest.raises(UsageError, match="'eagle' has none; choose 'estimator' or another method"):
         load(loaded, tmp_path, "eagle", confidence_source="head")
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_block_is_not_stopped_early(loaded: LoadedModel, tmp_path: Path, method: str) -> None:
+    """Guards against an option that changes nothing and says nothing."""
+    with pytest.raises(UsageError, match=rf"early_stop=True has no use with '{method}'.*leave it"):
+        load(loaded, tmp_path, method, early_stop=True)

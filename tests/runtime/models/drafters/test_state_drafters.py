@@ -15,6 +15,7 @@ from tests.runtime.models.tiny_checkpoints import VOCAB_SIZE, save_tiny
 from trtllm_av.runtime.models.checkpoint import LoadedModel, load_checkpoint
 from trtllm_av.runtime.models.drafters import catch_up, dflash
 from trtllm_av.runtime.models.drafters.base import DraftContext, Drafter
+from trtllm_av.runtime.models.drafters.dspark_head import ODDS_BOUND, figures_of_logits
 from trtllm_av.runtime.models.kv_cache import KVCache
 
 K = NUM_POSITIONS
@@ -182,6 +183,20 @@ def test_long_prompts_are_fed_in_chunks(
     requests.admit(0, random_tokens((50,), 1).tolist())
     requests.admit(3, random_tokens((5,), 2).tolist())
     assert_drafts_equal_definition(family, drafter, requests, [3, 0], random_tokens((2, K), 3))
+
+
+@pytest.mark.parametrize("lead", [0.0, 10.0, 18.0])
+def test_log_odds_keep_their_digits_near_certainty(lead: float) -> None:
+    """Log-odds from 1 − q_max, of which float32 leaves two digits where q_max is nearly 1."""
+    logits = torch.randn(16, 500, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] += lead
+    exact = logits.double().log_softmax(-1)
+    log_top = exact.amax(-1)
+    expected = log_top - (-log_top.expm1()).log()
+    assert bool((expected.abs() < ODDS_BOUND).any())
+    expected = expected.clamp(-ODDS_BOUND, ODDS_BOUND)
+    odds = figures_of_logits(logits)[:, 0].double()
+    torch.testing.assert_close(odds, expected, rtol=0.0, atol=1e-5)
 
 
 def test_bfloat16_keeps_its_dtype(family: Family, tmp_path: Path) -> None:
