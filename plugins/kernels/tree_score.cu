@@ -198,8 +198,13 @@ __device__ __forceinline__ void score_level(const char* __restrict__ logits, int
 
 // Grid (nodes with children that a level may have, requests), THREADS threads; `words` and `counts` as
 // tree_nodes wrote them. `passed_lens` is a copy of `lens`: what needs these features waits for it.
+#if __CUDA_ARCH__ >= 1000  // two blocks a multiprocessor leave 32 registers, too few there
+#define SCORE_BOUNDS __launch_bounds__(THREADS, 1)
+#else
+#define SCORE_BOUNDS __launch_bounds__(THREADS)
+#endif
 #define SCORE_LEVEL_KERNEL(NAME, FORMAT)                                                               \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                               \
+  extern "C" __global__ void SCORE_BOUNDS                                                             \
       NAME(const char* logits, int64 row_stride, int vocab_size, const int* num_rows,                  \
            const unsigned* words, const int* counts, int nodes, int level, float feature_bound,        \
            const int* lens, float* features, int* passed_lens) {                                       \
