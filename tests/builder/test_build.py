@@ -75,7 +75,7 @@ def test_onnx_engine_loads(build: Build, engine: Path, target: Path, tmp_path: P
     assert max(report["differences"].values()) < 1e-4
     assert report["end_to_end_rounds"] > 20 and report["operations"] == "onnx_functions"
     assert report["num_bytes"] > 0 and report["peak_memory_bytes"] > 0
-    assert report["export_memory_bytes"] > 0 and set(report["seconds"]) == {"export", "verify"}
+    assert report["export_memory_bytes"] >= 0 and set(report["seconds"]) == {"export", "verify"}
     digest = CheckpointFiles.find(target).digest()
     loaded = EngineDirectory.load(engine, model_digest=digest)
     assert loaded.build_config["kv_cache_len"] == 48 + 2 * 4
