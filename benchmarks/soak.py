@@ -202,7 +202,7 @@ def soak(minutes: float, warm_up: float, clients: int, model: str) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--warm-up", type=float, default=3.0, help="minutes that are not judged")
+    parser.add_argument("--warm-up", type=float, default=4.0, help="minutes that are not judged")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--output", type=Path, help="JSON file to write")
