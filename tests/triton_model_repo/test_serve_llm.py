@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.triton_model_repo.conftest import SPECULATIVE
 from benchmarks.triton_server import free_ports
+from tests.triton_model_repo.conftest import SPECULATIVE
 from tests.triton_model_repo.serving import Server, Streams, serve
 from trtllm_av.runtime.api import LLM, SamplingParams
 
