@@ -28,6 +28,8 @@ from trtllm_av.runtime.errors import UsageError
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 32
+_SHORT_M = 16  # the least tile of a matrix product
+_LONG_REACH = 2048  # of a cache, in tokens
 _MERGED_HEADS = 4  # of one program of the merge
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -77,8 +79,12 @@ def choose_plan(
         and reach >= 2 * splits * 2 * block_n
     ):
         splits *= 2
-    num_warps = 8 if block_m * head_dim > 64 * 64 else 4
-    return Plan(block_m, block_n, splits, num_warps, 2 if is_f32 else 3)
+    if is_f32:
+        return Plan(block_m, block_n, splits, 4, 2)
+    if block_m == 32 and splits == 1 and reach < _LONG_REACH:
+        # Over few keys what counts is how many programs fit beside each other, not how fast one reads.
+        return Plan(block_m, 32, splits, 2, 3)
+    return Plan(block_m, block_n, splits, 8 if block_m * head_dim > 64 * 64 else 4, 3)
 
 
 def attend(
@@ -147,7 +153,8 @@ def attend_with(
             out, partial, partial_top,
             queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
             out.stride(0), out.stride(1),
-            splits, group, head_dim, block_d, plan.block_m, plan.block_n, splits > 1,
+            splits, group, head_dim, block_d, plan.block_m, min(plan.block_m, _SHORT_M), plan.block_n,
+            splits > 1,
             num_warps=plan.num_warps, num_stages=plan.num_stages,
         )  # fmt: skip
         if splits > 1:

@@ -33,21 +33,74 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SHORT_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
-    """Program (tile of queries and split of keys, KV head, row)."""
+    """Program (tile of queries and split of keys, KV head, row); rows that fit take a tile of ``SHORT_M``."""
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
     start = tl.load(cu_seqlens + row).to(tl.int64)
     length = (tl.load(cu_seqlens + row + 1) - start).to(tl.int32)
+    if tile * BLOCK_M // GROUP >= length:
+        return
     kv_len = tl.load(kv_lens + row).to(tl.int32)
     slot = tl.load(slots + row).to(tl.int64)
-    first_query = tile * BLOCK_M // GROUP
-    if first_query >= length:
-        return
+    # Offsets within one KV head of one slot fit 32 bits.
+    keys += slot * slot_stride + kv_head * head_stride
+    values += slot * slot_stride + kv_head * head_stride
+    if SHORT_M == BLOCK_M:
+        attend_tile(
+            queries, keys, values, kv_len, start, length, tile, split, kv_head, scale, out, partial,
+            partial_top, query_stride, query_head_stride, key_stride, out_stride, out_head_stride,
+            splits, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_SPLIT,
+        )  # fmt: skip
+    else:
+        if length * GROUP <= SHORT_M:
+            attend_tile(
+                queries, keys, values, kv_len, start, length, tile, split, kv_head, scale, out,
+                partial, partial_top, query_stride, query_head_stride, key_stride, out_stride,
+                out_head_stride, splits, GROUP, HEAD_DIM, BLOCK_D, SHORT_M, BLOCK_N, IS_SPLIT,
+            )  # fmt: skip
+        else:
+            attend_tile(
+                queries, keys, values, kv_len, start, length, tile, split, kv_head, scale, out,
+                partial, partial_top, query_stride, query_head_stride, key_stride, out_stride,
+                out_head_stride, splits, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_SPLIT,
+            )  # fmt: skip
+
+
+@jit
+def attend_tile(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    kv_len: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    tile: tl.tensor,
+    split: tl.tensor,
+    kv_head: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    partial_top: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_stride: tl.tensor,
+    out_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    splits: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """One tile of a row of ``length`` queries; ``keys`` and ``values`` point at its slot and KV head."""
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -67,9 +120,6 @@ def attend_kernel(
     blocks = tl.cdiv(tl.cdiv(seen, BLOCK_N), splits)
     begin = split * blocks * BLOCK_N
     end = tl.minimum(begin + blocks * BLOCK_N, seen)
-    # Offsets within one KV head of one slot fit 32 bits.
-    keys += slot * slot_stride + kv_head * head_stride
-    values += slot * slot_stride + kv_head * head_stride
     last_visible = kv_len + query
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
