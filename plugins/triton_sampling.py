@@ -60,8 +60,9 @@ def cut_thresholds(laws: Laws, top_k: Tensor, top_p: Tensor) -> Laws:
     if len(laws):
         with torch.cuda.device_of(logits):
             cut_kernel[(len(laws),)](
-                logits, logits.stride(0), laws.vocab_size, laws.maximum, laws.scale, top_k, top_p,
-                cut, _LOW_BITS[logits.dtype], _CUT_BLOCK, num_warps=_WARPS,
+                logits, logits.stride(0), laws.vocab_size, laws.maximum, laws.scale, laws.total,
+                top_k, top_p, _floats(logits, len(laws), _CUT_BLOCK), cut,
+                _LOW_BITS[logits.dtype], _CUT_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
     kept = replace(laws, cut=cut, masses=None)
     masses = _masses(kept)
