@@ -1,10 +1,10 @@
 """What a device round costs, by request bucket, token bucket and context length.
 
 A profile holds the milliseconds of every captured verify pass and of drafts at two KV lengths; between
-them costs are interpolated by the batch's mean. While serving, each completed round moves its bucket's
-ratio of measured to profiled time (an exponential mean, a plain one at first). A card under load is slower
-than in a profile: buckets that no round has used yet take the mean ratio of those that were, or they would
-look cheap for no other reason than that.
+them costs are interpolated by the batch's mean. While serving, each completed round moves the ratio of
+measured to profiled time (exponential means, plain ones at first): a part that all buckets of as many
+requests share, because a card under load is slower than in a profile, and a part that is the bucket's own.
+Without the first, buckets that no round has used would look cheap for no other reason than that.
 
 Invariants: no cost falls with more tokens or depth: the running maximum is applied again after every
 update; a ratio stays within ±30 % of the profile, and is reported; the profile that is stored holds none
@@ -28,7 +28,9 @@ Float64 = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 
 MAX_DRIFT = 0.3
-_WEIGHT = 0.05  # of one round in a ratio, once there were 1 / _WEIGHT of them
+#: Of one round in the ratio that buckets share and in a bucket's own, once there were 1 / weight of them.
+_COMMON_WEIGHT, _OWN_WEIGHT = 0.2, 0.05
+_PRIOR_ROUNDS = 3  # that stand for a bucket being no different from the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +44,37 @@ class BucketProfile:
 
 
 class _Ratios:
-    """Exponential means of N ratios, and of all of them together for those that nobody has measured."""
+    """Measured over profiled time of N buckets: what all of them share, times what is a bucket's own.
+
+    A card's clock moves every bucket at once and within seconds. So a round of one bucket says something
+    about all, and a bucket that was last used while the card was slow is not held to be slow for good.
+    """
 
     def __init__(self, size: int) -> None:
-        self.values: Float64 = np.ones(size)
         self.counts = np.zeros(size, np.int64)
-        self._common, self._total = 1.0, 0
+        self._common = 1.0
+        self._own: Float64 = np.ones(size)
+        self._usage: Float64 = np.zeros(size)
 
     def add(self, index: int, ratio: float) -> None:
         self.counts[index] += 1
-        self._total += 1
-        weight = max(_WEIGHT, 1.0 / float(self.counts[index]))
-        self.values[index] += weight * (_bounded(ratio) - self.values[index])
-        self._common += max(_WEIGHT, 1.0 / self._total) * (_bounded(ratio) - self._common)
+        self._usage *= 1.0 - _OWN_WEIGHT
+        self._usage[index] += 1.0
+        ratio = _bounded(ratio)
+        weight = max(_COMMON_WEIGHT, 1.0 / float(self.counts.sum()))
+        self._common += weight * (ratio / self._own[index] - self._common)
+        weight = max(_OWN_WEIGHT, 1.0 / float(self.counts[index] + _PRIOR_ROUNDS))
+        self._own[index] += weight * (ratio / self._common - self._own[index])
+        # Only the product is measured: what is shared is the mean over the buckets in use.
+        mean = float(self._usage @ self._own / self._usage.sum())
+        self._own[self.counts > 0] /= mean
+        self._common *= mean
 
     def current(self) -> Float64:
-        """[N], within the bounds."""
-        return np.where(self.counts > 0, self.values, self._common)
+        """[N], within the bounds; what is shared where no round has used a bucket."""
+        ratios = self._common * self._own
+        np.maximum(ratios, 1.0 - MAX_DRIFT, out=ratios)
+        return np.minimum(ratios, 1.0 + MAX_DRIFT, out=ratios)
 
 
 class DeviceCosts(CostModel):
@@ -144,7 +160,7 @@ class DeviceCosts(CostModel):
     def drift(self) -> dict[str, float]:
         """Least and greatest ratio of live to profiled costs, and the rounds behind them, for reports."""
         ratios = np.concatenate(
-            [part.values[part.counts > 0] for pair in self._ratios.values() for part in pair]
+            [part.current()[part.counts > 0] for pair in self._ratios.values() for part in pair]
         )
         return {
             "updates": self.num_updates,
