@@ -28,6 +28,9 @@ from trtllm_av.runtime.cost_model import CostModel
 MIN_PROBE_PERIOD = 8
 MAX_PROBE_PERIOD = 64
 _NORMAL_95 = 1.96
+#: Standard error of a forecast relative to itself, where the fit is as good as it gets: texts differ by
+#: that much (docs/estimator.md). Over many rows it is all that the interval is made of.
+_FORECAST_ERROR = 0.03
 _ROUNDING = 1e-6
 
 
@@ -131,10 +134,12 @@ class DepthController:
     def observe(self, expected_accepted: float, variance: float, actual_accepted: float) -> None:
         """Compare the accepted drafts of finished rounds with what their own confidences promised.
 
-        Outside of the 95 % interval the fit no longer describes the workload: probe often again.
+        ``variance`` is that of the accepted drafts if every confidence is right. Outside of the 95 %
+        interval the fit no longer describes the workload: probe often again.
         """
         deviation = abs(actual_accepted - expected_accepted)
-        if deviation > _NORMAL_95 * math.sqrt(max(variance, 0.0)) + _ROUNDING:
+        error = math.hypot(math.sqrt(max(variance, 0.0)), _FORECAST_ERROR * expected_accepted)
+        if deviation > _NORMAL_95 * error + _ROUNDING:
             self.probe_period = MIN_PROBE_PERIOD
             self._rounds_to_probe = min(self._rounds_to_probe, MIN_PROBE_PERIOD)
 

@@ -155,14 +155,24 @@ def test_broken_promises_bring_the_probes_back() -> None:
     batch = Batch(model(0.1, 8.0), BAD)
     batch.run(130)
     assert batch.controller.probe_period == MAX_PROBE_PERIOD
-    batch.controller.observe(100.0, 25.0, 109.0)  # inside 1.96·5
+    batch.controller.observe(100.0, 25.0, 111.0)  # inside 1.96·√(5² + 3²)
     assert batch.controller.probe_period == MAX_PROBE_PERIOD
-    for actual in (110.0, 90.0):
+    for actual in (112.0, 88.0):
         batch = Batch(model(0.1, 8.0), BAD)
         batch.run(130)
         batch.controller.observe(100.0, 25.0, actual)
         assert batch.controller.probe_period == MIN_PROBE_PERIOD
         assert sum(decision.is_probe for decision in batch.run(MIN_PROBE_PERIOD)) == 1
+
+
+def test_large_batches_do_not_probe_for_an_error_that_any_fit_has() -> None:
+    """Guards against: thousands of drafts a check, whose 95 % interval is narrower than a good fit errs."""
+    batch = Batch(model(0.1, 8.0), BAD)
+    batch.run(130)
+    batch.controller.observe(10_000.0, 2_500.0, 10_400.0)  # eight standard deviations of the draws
+    assert batch.controller.probe_period == MAX_PROBE_PERIOD
+    batch.controller.observe(10_000.0, 2_500.0, 10_700.0)
+    assert batch.controller.probe_period == MIN_PROBE_PERIOD
 
 
 def test_a_probe_drafts_one_deeper_and_verifies_one_row_in_full() -> None:
