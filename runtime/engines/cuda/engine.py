@@ -193,7 +193,7 @@ class CudaEngine(Engine):
     def _launch(self, slots: NDArray[np.int64]) -> None:
         rows = self._host
         if self._costs is not None:
-            self._costs.set_batch(slots.size, float(rows.context[slots].mean()))
+            self._costs.set_batch(slots.size, float(rows.context[slots].sum()) / slots.size)
         plan = self.controller.plan(
             slots,
             draft_limits=rows.draft_limits(slots).tolist(),

@@ -1,7 +1,8 @@
 """What a device round teaches, read one round late.
 
 The device sums statistics over all live rows of a round; the host learns afterwards which of them must not
-count and takes their part out again: what lies behind a stop, and rounds of requests that had ended.
+count and takes their part out again: what lies behind a stop, and rounds of requests that had ended. What is
+only reported or checked waits for ten rounds, because each call costs a fixed time far above its arithmetic.
 
 Invariants: nothing behind a stop trains; the round after an end is neither trained nor counted; statistics
 carry the version of the coefficients that they were computed with.
@@ -9,7 +10,7 @@ carry the version of the coefficients that they were computed with.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,18 @@ from trtllm_av.runtime.controller import AdaptiveController
 from trtllm_av.runtime.feedback import accepted_moments
 from trtllm_av.runtime.step import Drafts, RoundOutcome, RoundPlan, Trim
 
-_CHECKED_ROUNDS = 10  # rounds whose forecasts are checked together
+_CHECKED_ROUNDS = 10
+
+
+class _Finished(NamedTuple):
+    """What a round leaves to be checked: ``confidence`` [R,K], ``lens`` [3,R] (drafted, verified, accepted),
+    ``overlap`` [R], ``trainable_lens`` [R] and ``is_checked`` [R], False for rows that teach nothing."""
+
+    confidence: NDArray[np.float32]
+    lens: NDArray[np.int32]
+    overlap: NDArray[np.float32]
+    trainable_lens: NDArray[np.int32]
+    is_checked: NDArray[np.bool_]
 
 
 class LateFeedback:
@@ -30,9 +42,7 @@ class LateFeedback:
 
     def __init__(self, controller: AdaptiveController) -> None:
         self._controller = controller
-        self._num_rounds = 0
-        self._expected = self._variance = 0.0
-        self._actual = 0
+        self._finished: list[_Finished] = []
 
     def observe(
         self,
@@ -64,43 +74,55 @@ class LateFeedback:
         is_counted: NDArray[np.bool_],
     ) -> None:
         controller = self._controller
-        assert controller.feedback is not None and controller.depth is not None
-        confidence = results["confidence"]
-        draft_lens, verify_lens, accepted_lens, _ = results["lens"]
-        labels = _labels(results, np.arange(len(slots)), trainable_lens)
-        controller.feedback.calibration.add(confidence, labels.numpy())
+        confidence, lens = results["confidence"], results["lens"]
         statistics = results["statistics"] - _untrained(plan, results, trainable_lens)
         controller.estimator.observe(statistics, plan.version)
-        controller.history.update(slots[is_counted], confidence[is_counted], draft_lens[is_counted])
+        controller.history.update(slots[is_counted], confidence[is_counted], lens[0, is_counted])
         is_checked = is_counted & (trainable_lens > 0)
-        expected, variance = accepted_moments(confidence, verify_lens * is_checked)
-        actual = int(accepted_lens @ is_checked)
-        controller.feedback.expected_accepted += expected
-        controller.feedback.actual_accepted += actual
-        self._expected += expected
-        self._variance += variance
-        self._actual += actual
-        self._num_rounds += 1
-        if self._num_rounds == _CHECKED_ROUNDS:
-            controller.depth.observe(self._expected, self._variance, self._actual)
-            self._num_rounds = 0
-            self._expected = self._variance = 0.0
-            self._actual = 0
+        self._finished.append(
+            _Finished(confidence, lens[:3], results["overlap"], trainable_lens, is_checked)
+        )
+        if len(self._finished) == _CHECKED_ROUNDS:
+            self._check()
+
+    def _check(self) -> None:
+        """Compare what confidences promised with what came of it, over the rounds that wait for it."""
+        feedback, depth = self._controller.feedback, self._controller.depth
+        assert feedback is not None and depth is not None
+        rounds, self._finished = self._finished, []
+        confidence = np.concatenate([one.confidence for one in rounds])
+        lens = np.concatenate([one.lens for one in rounds], axis=1)
+        is_checked = np.concatenate([one.is_checked for one in rounds])
+        labels = _labels(
+            confidence,
+            lens,
+            np.concatenate([one.overlap for one in rounds]),
+            np.concatenate([one.trainable_lens for one in rounds]),
+        )
+        feedback.calibration.add(confidence, labels.numpy())
+        expected, variance = accepted_moments(confidence, lens[1] * is_checked)
+        actual = int(lens[2] @ is_checked)
+        feedback.expected_accepted += expected
+        feedback.actual_accepted += actual
+        depth.observe(expected, variance, actual)
 
 
 def _labels(
-    results: dict[str, Any], rows: NDArray[np.int64], trainable_lens: NDArray[np.int32]
+    confidence: NDArray[np.float32],
+    lens: NDArray[np.int32],
+    overlap: NDArray[np.float32],
+    trainable_lens: NDArray[np.int32],
 ) -> Tensor:
-    """[N,K] labels of ``rows`` [N], with ``trainable_lens`` [N] positions each."""
-    lens = torch.from_numpy(np.ascontiguousarray(results["lens"][:3, rows]))
+    """[N,K] labels of N rows: ``confidence`` [N,K], ``lens`` [3,N], ``overlap`` and ``trainable_lens`` [N]."""
+    drafted, verified, accepted = torch.from_numpy(np.ascontiguousarray(lens))
     return torch_ops.label_drafts(
-        lens[0],
-        lens[1],
-        lens[2],
+        drafted,
+        verified,
+        accepted,
         torch.from_numpy(trainable_lens),
-        torch.from_numpy(results["overlap"][rows]),
-        num_positions=results["confidence"].shape[1],
-        confidence=torch.from_numpy(results["confidence"][rows]),
+        torch.from_numpy(overlap),
+        num_positions=confidence.shape[1],
+        confidence=torch.from_numpy(confidence),
     )
 
 
@@ -112,7 +134,12 @@ def _untrained(
     rows = np.flatnonzero((trainable_lens < width) & (results["lens"][3] > 0))
     if rows.size == 0:
         return np.zeros_like(results["statistics"])
-    labels = _labels(results, rows, np.full(rows.size, width, np.int32))
+    labels = _labels(
+        results["confidence"][rows],
+        results["lens"][:3, rows],
+        results["overlap"][rows],
+        np.full(rows.size, width, np.int32),
+    )
     is_trained = np.arange(width) < trainable_lens[rows, None]
     labels.masked_fill_(torch.from_numpy(is_trained), torch.nan)
     features = torch.from_numpy(results["features"][rows])

@@ -127,20 +127,21 @@ def device_engine(
     eos: Sequence[int] = (),
     prefill_chunk: int = 256,
     is_greedy_draft: bool = False,
+    max_len: int = MAX_LEN,
 ) -> CudaEngine:
     executor = create_executor(
         loaded,
         None if mode == "off" else DraftHead(*random_head(loaded)),
         device=torch.device(device),
         num_slots=NUM_SLOTS,
-        max_len=MAX_LEN,
+        max_len=max_len,
         num_positions=0 if mode == "off" else K,
         is_greedy_draft=is_greedy_draft,
     )
     return CudaEngine(
         executor,
         controller(mode),
-        max_seq_len=MAX_SEQ_LEN,
+        max_seq_len=max_len - 2 * (K + 1),
         eos_token_ids=eos,
         prefill_chunk=prefill_chunk,
     )

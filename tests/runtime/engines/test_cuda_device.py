@@ -18,6 +18,7 @@ from trtllm_av.runtime.params import AvMode, SamplingParams
 
 pytestmark = pytest.mark.cuda
 
+ROUNDS = 1000  # none of which may wait
 MODES: list[AvMode] = ["off", "fixed", "shadow"]
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -60,19 +61,21 @@ def test_adaptive_graphs_give_the_targets_tokens() -> None:
 
 def test_rounds_neither_wait_nor_allocate() -> None:
     """Guards against: a hidden copy to the host in a round, and memory that grows while serving."""
-    engine = device_engine(tiny_model(), "adaptive", device="cuda")
+    max_len = ROUNDS * (1 + K) + 64
+    engine = device_engine(tiny_model(), "adaptive", device="cuda", max_len=max_len)
     with torch.inference_mode():
         for requests in engine.device.request_sizes:
             engine.device.warm_up(requests, [Sampling.PLAIN], is_scored=True, depth=K)
+    tokens = max_len - 32
     for n in range(4):
-        engine.submit([1, 2, 3 + n], SamplingParams(max_tokens=70, seed=n, ignore_eos=True))
+        engine.submit([1, 2, 3 + n], SamplingParams(max_tokens=tokens, seed=n, ignore_eos=True))
     for _ in range(6):
         engine.step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(20):
+        for _ in range(ROUNDS):
             assert engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
