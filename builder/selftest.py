@@ -15,16 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from trtllm_av.builder.build import build_engine
 from trtllm_av.builder.config import BuildConfig
 from trtllm_av.builder.progress import BuildProgress
 from trtllm_av.builder.selftest_compare import TOLERANCE, compare_with_torch
-from trtllm_av.builder.selftest_model import write_model
+from trtllm_av.builder.selftest_model import write_head, write_model
 from trtllm_av.builder.trtllm.selftest import run_selftest as run_trtllm
 from trtllm_av.runtime.api import LLM
 from trtllm_av.runtime.engines.engine_directory import EngineDirectory
@@ -69,7 +70,10 @@ def _torch_cpu(model: Path, folder: Path) -> _Outcome:
 def _torch_cuda(model: Path, folder: Path) -> _Outcome:
     if current_gpu() is None:
         raise DeviceError("no GPU that torch can use")
-    return _compare_tokens(str(model), generate(str(model), None), {"device": "cuda"})
+    # In float32 tokens are equal; the device drafts with a head only.
+    options = {"device": "cuda", "dtype": "float32"}
+    drafter = {"method": "eagle", "model": str(write_head(folder / "head.safetensors", model))}
+    return _compare_tokens(str(model), generate(str(model), None), options, drafter)
 
 
 def _onnx(model: Path, folder: Path) -> _Outcome:
@@ -165,9 +169,17 @@ def generate(model: str, speculative: dict[str, Any] | None, **options: Any) -> 
     return [output.outputs[0].token_ids for output in llm.generate(_PROMPTS, params)]
 
 
-def _compare_tokens(model: str, expected: list[list[int]], options: dict[str, Any]) -> _Outcome:
-    """Tokens of ``model`` with and without drafts against those of the torch executor in float32."""
-    speculative = {"num_speculative_tokens": MAX_DRAFT_LEN}
+def _compare_tokens(
+    model: str,
+    expected: list[list[int]],
+    options: dict[str, Any],
+    drafter: Mapping[str, Any] = MappingProxyType({}),
+) -> _Outcome:
+    """Tokens of ``model`` with and without drafts against those of the torch executor in float32.
+
+    ``options`` are of ``LLM``, ``drafter`` of its speculative configuration.
+    """
+    speculative = {"num_speculative_tokens": MAX_DRAFT_LEN, **drafter}
     plain, drafted = generate(model, None, **options), generate(model, speculative, **options)
     figures = {
         "tokens": sum(map(len, expected)),

@@ -1,4 +1,7 @@
-"""A random model of a few kilobytes for the self-test: nothing is downloaded, every backend has its kernels."""
+"""A random model of a few kilobytes for the self-test, and a random head for it.
+
+Invariants: nothing is downloaded; every backend has its kernels; equal bytes in every run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from trtllm_av.runtime.models.checkpoint import load_checkpoint
+from trtllm_av.runtime.models.drafters.eagle_head import EagleHead, EagleHeadConfig, save_head
+from trtllm_av.runtime.models.drafters.head_file import target_fingerprint
 
 _LAYERS, _WIDTH, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 3, 64, 96, 4, 2, 16
 _CONFIG = {
@@ -45,6 +52,31 @@ def write_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(_weights(len(vocab)), folder / "model.safetensors")
     return folder
+
+
+def write_head(path: Path, model: Path) -> Path:
+    """A file of random drafting weights for the model at ``model``; it drafts every other token."""
+    loaded = load_checkpoint(model)
+    config = loaded.config
+    head = EagleHead(
+        EagleHeadConfig(
+            hidden_size=_WIDTH,
+            num_heads=_HEADS,
+            num_kv_heads=_KV_HEADS,
+            head_dim=_HEAD_DIM,
+            intermediate_size=_INNER,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+            target_fingerprint=target_fingerprint(loaded.model.embed, config.vocab_size),
+        )
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in head.parameters():
+            if weights.ndim == 2:
+                weights.normal_(std=1.5 / math.sqrt(weights.shape[1]), generator=generator)
+    save_head(path, head, torch.arange(0, config.vocab_size, 2))
+    return path
 
 
 def _weights(vocab_size: int) -> dict[str, torch.Tensor]:

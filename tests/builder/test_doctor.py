@@ -13,6 +13,10 @@ from trtllm_av.builder import doctor, doctor_cli, selftest
 from trtllm_av.builder.doctor import Check, Section
 from trtllm_av.builder.selftest import PathResult, run_isolated, run_path
 from trtllm_av.plugins import plugin_build
+from trtllm_av.runtime.api import LLM
+from trtllm_av.runtime.engines.cuda.create import create_engine
+from trtllm_av.runtime.models.checkpoint import load_checkpoint
+from trtllm_av.runtime.params import SamplingParams, SpeculativeConfig
 
 
 @pytest.fixture
@@ -133,6 +137,37 @@ def test_paths_of_this_machine_pass(name: str) -> None:
     assert result.status in ("passed", "built, not run"), result.detail
     if result.status == "passed":
         assert result.figures["equal_with_drafts"] == result.figures["tokens"] > 0
+
+
+@pytest.mark.cuda
+def test_the_path_of_a_gpu_passes() -> None:
+    """Guards against: a self-test that a GPU cannot pass."""
+    result = run_isolated("torch-cuda")
+    assert result.status == "passed", result.detail
+    assert result.figures["equal_with_drafts"] == result.figures["tokens"] > 0
+
+
+def test_the_head_of_the_self_test_drafts_and_changes_no_token(tmp_path: Path) -> None:
+    """Guards against: a self-test on a GPU whose drafter is refused there, or is never used."""
+    model = selftest.write_model(tmp_path / "model")
+    head = selftest.write_head(tmp_path / "head.safetensors", model)
+    engine = create_engine(
+        load_checkpoint(model),
+        SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=3),
+        device="cpu",  # the code of a GPU, without its graphs
+        max_batch_size=4,
+        max_seq_len=192,
+        prefill_chunk=256,
+        cost_table=selftest._COSTS,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    engine.submit(list(range(20, 40)), params)
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for event in engine.step() for token in event.token_ids]
+    (expected,) = LLM(str(model), max_seq_len=192).generate([list(range(20, 40))], params)
+    assert tokens == expected.outputs[0].token_ids
+    assert engine.report().drafted > 0
 
 
 def test_a_wrong_engine_fails_the_self_test(
