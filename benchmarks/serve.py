@@ -26,7 +26,7 @@ from benchmarks.serve_setup import ServingSetup, environment, read_prompts
 
 CONCURRENCIES = (1, 4, 16, 64, 128, 256, 512)
 MODES = ("none", "1", "2", "3", "5", "7", "adaptive")
-TRAINING_ROUNDS = 200
+TRAINING_ROUNDS, TRAINING_REQUESTS = 200, 64
 SLOW_TOKENS = 1024
 
 
@@ -65,10 +65,15 @@ def main() -> None:
         "temperature": args.temperature,
         "target_load": args.target_load,
         "max_prompt": args.max_prompt,
-        "min_prompts": args.min_prompts,
         "training_rounds": TRAINING_ROUNDS,
     }
+
+    def passes(concurrency: int) -> int:
+        return max(args.min_prompts // concurrency, 1)
+
     report = _resume(args.output, settings)
+    # With more prompts than before only the runs of few requests are measured again.
+    report["runs"] = [run for run in report["runs"] if run["passes"] == passes(run["concurrency"])]
     done = {(run["repetition"], run["concurrency"], run["mode"]) for run in report["runs"]}
     wanted = sorted(
         (
@@ -88,10 +93,11 @@ def main() -> None:
             temperature=args.temperature,
             target_load=args.target_load,
         )
-        levels = sorted({concurrency for _, concurrency, _ in wanted})
+        training = min(TRAINING_REQUESTS, max(args.concurrency))
+        levels = sorted({concurrency for _, concurrency, _ in wanted} | {training})
         report["environment"] = environment()
-        report["profile"] = setup.profile(levels)
-        setup.train(TRAINING_ROUNDS, min(64, max(levels)))
+        report["profile"] = _joined(report.get("profile"), setup.profile(levels))
+        setup.train(TRAINING_ROUNDS, training)
         # What was loaded is here to stay: without this a collection scans it in the middle of a round.
         gc.collect()
         gc.freeze()
@@ -101,9 +107,13 @@ def main() -> None:
         if time.monotonic() - started > args.max_seconds:
             print("time is up; run the same command again to go on")
             break
-        passes = max(args.min_prompts // concurrency, 1)
         run = setup.measure(
-            mode, concurrency, args.warm_up, args.rounds, seed=repetition, passes=passes
+            mode,
+            concurrency,
+            args.warm_up,
+            args.rounds,
+            seed=repetition,
+            passes=passes(concurrency),
         )
         report["runs"].append({"repetition": repetition, **run})
         report["cost_drift"] = setup.drift()
@@ -125,6 +135,14 @@ def _save(report: dict[str, Any], path: Path) -> None:
     report["comparison"] = compare(report["table"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _joined(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """The profile ``now`` with the request buckets that only ``before`` has."""
+    measured = {bucket["requests"] for bucket in now["buckets"]}
+    kept = [] if before is None else before["buckets"]
+    kept = [bucket for bucket in kept if bucket["requests"] not in measured]
+    return now | {"buckets": sorted(kept + now["buckets"], key=lambda b: b["requests"])}
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -67,6 +67,15 @@ def test_another_settings_report_is_not_continued(tmp_path: Path) -> None:
         serve._resume(path, {"rounds": 48})
 
 
+def test_a_resumed_report_keeps_the_profile_of_other_loads() -> None:
+    """Guards against: a report whose costs are those of the last call alone."""
+    old = {"unit": "ms", "buckets": [{"requests": 1, "x": 0}, {"requests": 64, "x": 0}]}
+    new = {"unit": "ms", "buckets": [{"requests": 64, "x": 1}, {"requests": 4, "x": 1}]}
+    joined = serve._joined(old, new)["buckets"]
+    assert [(bucket["requests"], bucket["x"]) for bucket in joined] == [(1, 0), (4, 1), (64, 1)]
+    assert serve._joined(None, new)["buckets"][0]["requests"] == 4
+
+
 def test_plot_is_written(tmp_path: Path) -> None:
     """Guards against: a benchmark that fails after the last run."""
     runs = [
