@@ -1,10 +1,13 @@
 """Load on a Triton server by ``perf_analyzer``, beside the same requests through the Python API.
 
-For each mode and concurrency the same greedy requests run in turns through an ``EngineThread`` in this
-process and through the model ``llm`` of ``trtllm-av-serve``, streamed over gRPC; both keep that many requests
-in flight. ``python -m benchmarks.triton_load --perf-analyzer FILE [--json]`` prints, as medians of the repetitions
-with the least and the most: tokens per second, time to first token and inter-token latency (both means over the
-requests; the latter (last − first response) / (tokens − 1)), and the server's overhead.
+For each number of engine threads, mode and concurrency the same greedy requests, the demo's prompts as chats,
+run in turns through an ``EngineThread`` in this process and through the model ``llm`` of ``trtllm-av-serve``,
+streamed over gRPC. ``python -m benchmarks.triton_load --perf-analyzer FILE [--output JSON]`` prints a table of
+medians of the repetitions with the least and the most; ``overhead`` is 1 − server / API in tokens per second of
+the whole run, and ``full`` the same while every place is taken (``LoadRun``).
+
+Client, server and engine share the machine. An engine of one thread leaves them the other cores, as one
+on an accelerator does; an engine with a thread a core competes with them for its own.
 
 ``perf_analyzer`` is in the wheel ``tritonclient==2.51.0`` (``*.data/data/bin``); the libraries that it needs are
 in ``nvidia-pytriton``.
@@ -16,215 +19,152 @@ import argparse
 import json
 import os
 import platform
-import queue
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
-from benchmarks.triton_server import RunningServer, run_server
-from trtllm_av.runtime.engine_thread import EngineThread, Response
+from benchmarks.triton_clients import run_api, run_perf_analyzer
+from benchmarks.triton_server import run_server
+from benchmarks.triton_timing import LoadRun
+from trtllm_av.runtime.api import LLM
+from trtllm_av.runtime.engine_thread import EngineThread
 from trtllm_av.runtime.errors import UsageError
-from trtllm_av.runtime.loading import load_engine
-from trtllm_av.runtime.params import SamplingParams, SpeculativeConfig
+from trtllm_av.runtime.params import SpeculativeConfig
 from trtllm_av.runtime.prompts import demo_prompts
-from trtllm_av.runtime.request import TokenEvent
 
-
-@dataclass
-class Timing:
-    """One run of all requests: tokens, and seconds as (start, first response, last response) each."""
-
-    tokens: int
-    requests: list[tuple[float, float, float]]
-
-    @property
-    def tokens_per_second(self) -> float:
-        starts, _, ends = zip(*self.requests, strict=True)
-        return self.tokens / (max(ends) - min(starts))
-
-    @property
-    def first_token_ms(self) -> float:
-        return 1e3 * sum(first - start for start, first, _ in self.requests) / len(self.requests)
-
-    @property
-    def inter_token_ms(self) -> float:
-        spans = sum(last - first for _, first, last in self.requests)
-        return 1e3 * spans / max(self.tokens - len(self.requests), 1)
-
-
-def run_api(
-    thread: EngineThread, prompts: Sequence[list[int]], concurrency: int, tokens: int
-) -> Timing:
-    """All prompts through the engine, ``concurrency`` at a time."""
-    params = SamplingParams(max_tokens=tokens, temperature=0.0)
-    responses: queue.SimpleQueue[tuple[int, float, Response]] = queue.SimpleQueue()
-    times: dict[int, list[float]] = {}
-    waiting = iter(enumerate(prompts))
-
-    def submit_next() -> None:
-        for index, prompt in islice(waiting, 1):
-            times[index] = [time.perf_counter()]
-            thread.submit(
-                prompt, params, lambda r, i=index: responses.put((i, time.perf_counter(), r))
-            )
-
-    for _ in range(concurrency):
-        submit_next()
-    emitted = num_done = 0
-    while num_done < len(prompts):
-        index, at, response = responses.get()
-        if not isinstance(response, TokenEvent):
-            raise response
-        emitted += len(response.token_ids)
-        times[index].append(at)
-        if response.finish_reason is not None:
-            num_done += 1
-            submit_next()
-    return Timing(emitted, [(each[0], each[1], each[-1]) for each in times.values()])
-
-
-def run_perf_analyzer(
-    program: Path,
-    server: RunningServer,
-    prompts: Sequence[str],
-    concurrency: int,
-    tokens: int,
-    work: Path,
-) -> Timing:
-    """All prompts through the server, ``concurrency`` at a time."""
-    data = [
-        {"text_input": [prompt], "max_tokens": [tokens], "stream": [True]} for prompt in prompts
-    ]
-    (work / "input.json").write_text(json.dumps({"data": data}), encoding="utf-8")
-    profile = work / "profile.json"
-    profile.unlink(missing_ok=True)  # perf_analyzer takes no file that exists
-    before = server.metric("nv_llm_output_token_len_sum")
-    command = [
-        str(program), "-m", "llm", "-u", server.grpc, "-i", "grpc", "--streaming", "--async",
-        "--input-data", str(work / "input.json"), "--concurrency-range", str(concurrency),
-        "--request-count", str(len(prompts)), "--profile-export-file", str(profile),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env=os.environ | {"LD_LIBRARY_PATH": str(link_libraries(work))},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode or not profile.is_file():
-        lines = (done.stderr + done.stdout).splitlines()
-        reason = next((line for line in lines if "rror" in line), "it wrote no profile")
-        raise UsageError(f"perf_analyzer ended with code {done.returncode}: {reason.strip()}")
-    [experiment] = json.loads(profile.read_text(encoding="utf-8"))["experiments"]
-    requests = [
-        (each["timestamp"] / 1e9, each["response_timestamps"][0] / 1e9, each["response_timestamps"][-1] / 1e9)
-        for each in experiment["requests"]
-    ]  # fmt: skip
-    return Timing(round(server.metric("nv_llm_output_token_len_sum") - before), requests)
-
-
-def link_libraries(work: Path) -> Path:
-    """A folder with the libraries of ``nvidia-pytriton`` under the names that ``perf_analyzer`` looks for."""
-    spec = find_spec("pytriton")
-    if spec is None or spec.origin is None:
-        raise UsageError("nvidia-pytriton is not installed; pip install '.[triton]'")
-    folder = work / "lib"
-    folder.mkdir(exist_ok=True)
-    packaged = Path(spec.origin).parents[1] / "nvidia_pytriton.libs"
-    for pattern, name in (("libb64-*", "libb64.so.0d"), ("libcudart-*", "libcudart.so.12")):
-        for found in packaged.glob(pattern):
-            if not (folder / name).exists():
-                (folder / name).symlink_to(found)
-    return folder
-
-
-def summarise(runs: Sequence[Timing]) -> dict[str, object]:
-    """Median, least and most of each figure."""
-    names = ("tokens_per_second", "first_token_ms", "inter_token_ms")
-    values = {name: sorted(getattr(run, name) for run in runs) for name in names}
-    figures: dict[str, object] = {
-        name: {"median": median(v), "least": v[0], "most": v[-1]} for name, v in values.items()
-    }
-    return figures | {"tokens": runs[0].tokens}
+FIGURES = (
+    "tokens_per_second", "full_tokens_per_second", "first_token_ms", "inter_token_ms",
+    "mean_in_flight", "seconds",
+)  # fmt: skip
 
 
 @dataclass
 class Row:
-    """One line of the table; ``overhead`` is 1 − server / API in tokens per second, from their medians."""
+    """One line of the table; overheads from the medians."""
 
+    engine_threads: int
     mode: str
     concurrency: int
-    api: dict[str, object]
-    server: dict[str, object]
+    api: dict[str, Any]
+    server: dict[str, Any]
     overhead: float
+    full_overhead: float
 
 
-def measure(options: argparse.Namespace, mode: str, work: Path) -> list[Row]:
-    engine = load_engine(
-        "smollm2", SpeculativeConfig.from_json(json.dumps({"av_mode": mode})), max_batch_size=8
-    )
-    assert engine.tokenizer is not None
-    texts = list(islice(cycle(r.prompt for r in demo_prompts() if r.prompt), options.requests))
-    ids = [list(engine.tokenizer.encode(text)) for text in texts]
-    thread = EngineThread(engine)
-    rows = []
+def summarise(runs: Sequence[LoadRun]) -> dict[str, Any]:
+    """Median, least and most of each figure; median CPU seconds by process."""
+    figures: dict[str, Any] = {}
+    for name in FIGURES:
+        values = [round(getattr(run, name), 2) for run in runs]
+        figures[name] = {
+            "median": round(median(values), 2), "least": min(values), "most": max(values),
+        }  # fmt: skip
+    figures["cpu_seconds"] = {
+        name: round(median(run.cpu_seconds[name] for run in runs), 2)
+        for name in runs[0].cpu_seconds
+    }
+    return figures | {"tokens": sorted({run.tokens for run in runs})}
+
+
+def compare(threads: int, mode: str, api: Sequence[LoadRun], server: Sequence[LoadRun]) -> Row:
+    one, two = summarise(api), summarise(server)
+
+    def lost(name: str) -> float:
+        return float(round(1 - two[name]["median"] / one[name]["median"], 4))
+
+    overheads = lost("tokens_per_second"), lost("full_tokens_per_second")
+    return Row(threads, mode, api[0].concurrency, one, two, *overheads)
+
+
+def measure(options: argparse.Namespace, threads: int, mode: str, work: Path) -> Iterator[Row]:
+    torch.set_num_threads(threads)
+    speculation = SpeculativeConfig.from_json(json.dumps({"av_mode": mode}))
+    llm = LLM("smollm2", speculative_config=speculation, max_batch_size=8)
+    chats = [llm.apply_chat_template(record.prompt) for record in demo_prompts() if record.prompt]
+    texts = [llm.tokenizer.decode(chat) for chat in chats]
+    thread = EngineThread(llm.engine)
     arguments = ["--model", "smollm2", "--layout", "llm", "--av-mode", mode]
-    with run_server(work / f"{mode}.log", *arguments) as server:
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    with run_server(work / "server.log", *arguments, environment=environment) as server:
         for concurrency in options.concurrency:
+            count = concurrency * options.requests_per_place
+            ids, prompts = (list(islice(cycle(each), count)) for each in (chats, texts))
             api, served = [], []
             for repetition in range(options.repetitions + 1):
                 one = run_api(thread, ids, concurrency, options.tokens)
                 two = run_perf_analyzer(
-                    options.perf_analyzer, server, texts, concurrency, options.tokens, work
+                    options.perf_analyzer, server, prompts, concurrency, options.tokens, work
                 )
                 if repetition:  # the first of each is warm-up
                     api.append(one)
                     served.append(two)
-            rates = [median(run.tokens_per_second for run in runs) for runs in (api, served)]
-            overhead = 1 - rates[1] / rates[0]
-            rows.append(Row(mode, concurrency, summarise(api), summarise(served), overhead))
-            print(
-                f"{mode:9} {concurrency:2}  API {rates[0]:6.1f} tokens/s, server {rates[1]:6.1f}, "
-                f"overhead {overhead:.1%}",
-                file=sys.stderr,
-            )
+            yield compare(threads, mode, api, served)
     thread.close()
-    return rows
+
+
+HEADER = (
+    "| engine threads | mode | concurrency | API, tokens/s | server, tokens/s | overhead | full "
+    "| time to first token, ms | inter-token latency, ms | both of the API, ms |\n|" + "---|" * 10
+)
+
+
+def line(row: Row) -> str:
+    """A row of the table in Markdown."""
+
+    def spread(figures: dict[str, Any], name: str, digits: int = 0) -> str:
+        low, mid, high = (figures[name][key] for key in ("least", "median", "most"))
+        return f"{mid:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+
+    cells = [
+        str(row.engine_threads), row.mode, str(row.concurrency),
+        spread(row.api, "tokens_per_second"), spread(row.server, "tokens_per_second"),
+        f"{100 * row.overhead:.1f} %", f"{100 * row.full_overhead:.1f} %",
+        spread(row.server, "first_token_ms"), spread(row.server, "inter_token_ms", 1),
+        f"{row.api['first_token_ms']['median']:.0f}, {row.api['inter_token_ms']['median']:.1f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--perf-analyzer", type=Path, required=True, help="the program's file")
+    parser.add_argument("--engine-threads", type=int, nargs="+", default=[1, os.cpu_count()])
     parser.add_argument("--modes", nargs="+", default=["adaptive", "off"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--requests-per-place", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    print(HEADER)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for mode in options.modes for row in measure(options, mode, Path(folder))]
+        for threads in options.engine_threads:
+            for mode in options.modes:
+                for row in measure(options, threads, mode, Path(folder)):
+                    rows.append(row)
+                    print(line(row), flush=True)
     result = {
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "torch": torch.__version__,
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
         "model": "smollm2, float32, shipped drafter, greedy",
-        "requests": options.requests,
+        "requests": f"{options.requests_per_place} x concurrency",
         "max_tokens": options.tokens,
         "repetitions": options.repetitions,
         "rows": [asdict(row) for row in rows],
     }
-    text = json.dumps(result, indent=1)
     if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
-    print(text)
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,20 @@ class RunningServer:
                 return float(line.rsplit(" ", 1)[1])
         raise UsageError(f"the server has no metric {prefix!r}; is it of this version?")
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """What its processes took of the cores so far: the server itself, and its stubs together."""
+        seconds = {"server": 0.0, "stubs": 0.0}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:  # it ended meanwhile
+                continue
+            if int(fields[2]) == self.pid:
+                ticks = int(fields[11]) + int(fields[12])
+                name = "server" if folder.name == str(self.pid) else "stubs"
+                seconds[name] += ticks / os.sysconf("SC_CLK_TCK")
+        return seconds
+
 
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback address that nobody listens on."""
@@ -44,15 +59,23 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def run_server(log: Path, *arguments: str) -> Iterator[RunningServer]:
-    """``trtllm-av-serve ARGUMENTS`` until the end of the block; its messages go to ``log``."""
+def run_server(
+    log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
+    """``trtllm-av-serve ARGUMENTS`` until the end of the block; its messages go to ``log``.
+
+    ``environment`` is added to this process's.
+    """
     ports = [str(port) for port in free_ports(3)]
     command = [
         sys.executable, "-m", "trtllm_av.triton_model_repo.serve", "--json", *arguments,
         "--http-port", ports[0], "--grpc-port", ports[1], "--metrics-port", ports[2],
     ]  # fmt: skip
     with log.open("w", encoding="utf-8") as stream:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stream, text=True,
+            env=os.environ | dict(environment or {}),
+        )  # fmt: skip
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
