@@ -57,6 +57,10 @@ class Parameters:
         self._texts = {
             name: text for name, text in texts.items() if text and not text.startswith("${")
         }
+        self._num_instances = sum(
+            group.get("count", 1) * max(1, len(group.get("gpus", ())))
+            for group in model_config.get("instance_group", ())
+        )
 
     def get(self, name: str, kind: Callable[[str], T], default: T | None = None) -> T | None:
         """The value as ``kind`` (int, str or bool), or ``default``."""
@@ -73,7 +77,16 @@ class Parameters:
             raise UsageError(f"parameter {name}={text!r} is not a whole number") from None
 
     def check(self) -> list[str]:
-        """Names of filled parameters without an effect here; UsageError for those that are refused."""
+        """Names of filled parameters without an effect here; UsageError for those that are refused.
+
+        So are several instances: Triton hands a ``stop`` to the next one, not to the one with the request,
+        and all of them would write the same gauges.
+        """
+        if self._num_instances > 1:
+            raise UsageError(
+                f"instance_group asks for {self._num_instances} instances of an engine; leave its "
+                "count at 1, and start a server of its own for each further device"
+            )
         for name, reason in REFUSED.items():
             if name in self._texts:
                 raise UsageError(

@@ -144,6 +144,23 @@ def test_parameters_refuse_what_would_change_tokens() -> None:
 
 
 @pytest.mark.parametrize(
+    ("groups", "num_instances"),
+    [([], 1), ([{"count": 1, "gpus": []}], 1), ([{"count": 1, "gpus": [1]}], 1),
+     ([{"count": 2, "gpus": []}], 2), ([{"count": 2, "gpus": [0, 1]}, {"count": 1}], 5)],
+)  # fmt: skip
+def test_several_instances_of_an_engine_are_refused(
+    groups: list[dict[str, Any]], num_instances: int
+) -> None:
+    """Guards against a second engine that never hears of a stop and overwrites the gauges of the first."""
+    parameters = Parameters({"instance_group": groups})
+    if num_instances == 1:
+        assert parameters.check() == []
+    else:
+        with pytest.raises(UsageError, match=f"asks for {num_instances} instances"):
+            parameters.check()
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"input_ids": [5, -6, 7]}, "input_ids holds -6 in row 0; token ids start at 0"),
