@@ -13,6 +13,9 @@ import triton_python_backend_utils as pb_utils
 from trtllm_av.runtime.errors import AdaptiveVerificationError, OverloadError, RequestError
 from trtllm_av.triton_model_repo.calls import CANCELLED
 
+#: Ids of the requests that one model here sends to another begin so; no client's own id would.
+BLS_PREFIX = "trtllm-av-bls-"
+
 
 def read_tensors(request: Any, names: Sequence[str]) -> dict[str, Any]:
     """The input tensors that the request has, as arrays."""

@@ -24,6 +24,7 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_av.runtime.errors import AdaptiveVerificationError, UsageError
 from trtllm_av.triton_model_repo.backend import (
+    BLS_PREFIX,
     read_tensors,
     refuse_parameters,
     stop_engine_request,
@@ -73,6 +74,10 @@ class _Row:
     text: str = ""
     log_probs: list[float] = field(default_factory=list)
     counts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.counts) and bool(self.counts["finish_reason"].reshape(-1)[0])
 
     def add(self, tensors: Mapping[str, Any]) -> None:
         self.text += decode_text("av_text", tensors["av_text"].reshape(-1)[0])
@@ -161,7 +166,7 @@ class BlsModel:
         has_input = not fields.scalar("exclude_input_in_output", 0, False) and not is_streaming
         names = list(request.requested_output_names())
         rows = [_Row() for _ in range(fields.num_rows)]
-        request_id = f"bls-{uuid.uuid4()}"
+        request_id = f"{BLS_PREFIX}{uuid.uuid4()}"
         inputs = self._engine_inputs(tensors)
         with self._lock:
             self._open[request_id] = sender
@@ -193,7 +198,11 @@ class BlsModel:
         sender: Any,
         is_streaming: bool,
     ) -> None:
-        """Collect the engine's responses in ``rows``; send each on where the client streams."""
+        """Collect the engine's responses in ``rows``; send each on where the client streams.
+
+        The engine's model sends no error behind its first response (``ResponseClient``): rows that are not
+        finished at the end tell of it.
+        """
         for response in responses:
             index = int(response["batch_index"].reshape(-1)[0])
             row = rows[index]
@@ -203,6 +212,13 @@ class BlsModel:
                 if not self._is_accumulating:
                     row.text = ""
                 row.log_probs = []
+        if not all(row.is_finished for row in rows):
+            raise _ChildError(
+                to_triton_error(
+                    f"{self._engine_model} ended this request early: it was cancelled or the engine "
+                    "failed; the server's log says which"
+                )
+            )
 
     def _engine_inputs(self, tensors: Mapping[str, Any]) -> list[Any]:
         """Run preprocessing; the engine's inputs as tensors."""

@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils
 from trtllm_av.runtime.engine_thread import EngineThread
 from trtllm_av.runtime.errors import AdaptiveVerificationError
 from trtllm_av.triton_model_repo.backend import (
+    BLS_PREFIX,
     read_tensors,
     refuse_parameters,
     to_load_error,
@@ -41,22 +42,33 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class ResponseClient:
-    """A request's response sender."""
+    """A request's response sender.
 
-    def __init__(self, sender: Any, to_tensor: Callable[[str, Any], Any]) -> None:
+    ``is_bls``: the request is another model's (BLS), which takes an end without a finish reason for a
+    failure. On its way to such a model release 24.10 loses the address of an error behind other responses:
+    the model would wait for ever for an end in it, and the error can reach another request. So none is sent.
+    """
+
+    def __init__(self, sender: Any, to_tensor: Callable[[str, Any], Any], *, is_bls: bool) -> None:
         self._sender = sender
         self._to_tensor = to_tensor
+        self._is_bls = is_bls
+        self._has_sent = False
 
     def send(self, outputs: Outputs, *, is_final: bool) -> None:
         tensors = [self._to_tensor(name, values) for name, values in outputs.items()]
+        self._has_sent = True
         self._sender.send(
             pb_utils.InferenceResponse(output_tensors=tensors), flags=_FINAL if is_final else 0
         )
 
     def fail(self, error: AdaptiveVerificationError | str) -> None:
-        response = pb_utils.InferenceResponse(error=to_triton_error(error))
         with contextlib.suppress(Exception):  # the client may be gone
-            self._sender.send(response, flags=_FINAL)
+            if self._is_bls and self._has_sent:
+                self._sender.send(flags=_FINAL)
+            else:
+                response = pb_utils.InferenceResponse(error=to_triton_error(error))
+                self._sender.send(response, flags=_FINAL)
 
     def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())
@@ -95,7 +107,11 @@ class EngineModel:
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
-            client = ResponseClient(request.get_response_sender(), self._to_tensor)
+            client = ResponseClient(
+                request.get_response_sender(),
+                self._to_tensor,
+                is_bls=request.request_id().startswith(BLS_PREFIX),
+            )
             try:
                 refuse_parameters(request)
                 model_request = self.read(self._fields(request))

@@ -25,6 +25,7 @@ from trtllm_av.triton_model_repo.metrics import PERIOD
 START_SECONDS = 240
 DTYPES = {
     "INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_, "UINT64": np.uint64, "BYTES": np.object_,
+    "INT64": np.int64,
 }  # fmt: skip
 # The type of each input that the tests send.
 INPUTS = {
@@ -32,7 +33,7 @@ INPUTS = {
     "top_p": "FP32", "runtime_top_p": "FP32", "repetition_penalty": "FP32", "seed": "UINT64",
     "stream": "BOOL", "streaming": "BOOL", "stop": "BOOL", "exclude_input_in_output": "BOOL",
     "return_log_probs": "BOOL", "av_enable": "BOOL", "embedding_bias": "FP32",
-    "lora_task_id": "UINT64", "return_context_logits": "BOOL",
+    "lora_task_id": "UINT64", "av_call": "INT64", "return_context_logits": "BOOL",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import pytest
 from tests.triton_model_repo.conftest import SPECULATIVE
 from tests.triton_model_repo.serving import Server, Streams, tensors
 from trtllm_av.runtime.api import LLM, SamplingParams
+from trtllm_av.triton_model_repo.calls import CHECK_SECONDS
 
 pytestmark = pytest.mark.triton
 
@@ -204,6 +205,57 @@ def test_a_burst_of_requests_ends_without_an_error(ensemble_server: Server, mode
     ensemble_server.wait_until_idle()
 
 
+def wait_for_active(server: Server, number: int) -> None:
+    """Until the engine has that many requests, running or waiting."""
+    end = time.monotonic() + 30
+    while server.gauge("nv_trt_llm_request_metrics", "active") < number:
+        assert time.monotonic() < end, f"{number} requests do not reach the engine"
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_running_request_of_the_bls_model_ends_with_its_client(
+    ensemble_server: Server, is_streaming: bool
+) -> None:
+    """Guards against a thread that waits for ever for the engine's error, until none is left to serve."""
+
+    def count_asked() -> float:
+        """Requests to the engine's model so far; a client that left is reported to it until it has ended."""
+        return ensemble_server.sample("nv_inference_request_success", 'model="tensorrt_llm"')
+
+    ensemble_server.wait_until_idle()
+    emitted = ensemble_server.emitted()
+    gone = Streams(ensemble_server)
+    fields = {"text_input": "abc", "max_tokens": 240, "end_id": -1, "stream": is_streaming}
+    gone.send("tensorrt_llm_bls", fields)
+    end = time.monotonic() + 30
+    while ensemble_server.emitted() == emitted:
+        assert time.monotonic() < end, "the engine emits nothing for the request"
+    gone.close(cancel=True)
+    ensemble_server.wait_until_idle()
+    asked = count_asked()
+    time.sleep(10 * CHECK_SECONDS)
+    assert count_asked() == asked
+
+
+def test_the_bls_model_tells_its_client_that_the_engine_ended_a_request(
+    ensemble_server: Server, streams: Streams
+) -> None:
+    """Guards against half an answer that passes for a whole one: Triton loses the engine's own error."""
+    ensemble_server.wait_until_idle()
+    [known] = streams.collect("tensorrt_llm", token_fields([5, 6, 7], 2, end_id=-1))
+    call = int(known.as_numpy("av_call")[0, 0]) + 1  # the engine numbers its requests
+    fields = {"text_input": "abc", "max_tokens": 240, "end_id": -1, "stream": True}
+    streams.send("tensorrt_llm_bls", fields)
+    streams.next()
+    with Streams(ensemble_server) as other:
+        other.send("tensorrt_llm", token_fields([5], 1, stop=True, av_call=call))
+        assert other.next()[1]
+        with pytest.raises(Exception, match="tensorrt_llm ended this request early"):
+            while True:
+                streams.next()
+    ensemble_server.wait_until_idle()
+
+
 def test_a_waiting_request_of_the_bls_model_leaves_with_its_client(ensemble_server: Server) -> None:
     """Guards against clients that are looked for only when a response comes."""
 
@@ -218,14 +270,16 @@ def test_a_waiting_request_of_the_bls_model_leaves_with_its_client(ensemble_serv
     with Streams(ensemble_server) as busy:
         for _ in range(64):
             busy.send("tensorrt_llm", token_fields([5, 6, 7], 240, end_id=-1))
+        wait_for_active(ensemble_server, 64)  # or the next one might get a slot before them
         gone = Streams(ensemble_server)
         gone.send("tensorrt_llm_bls", {"text_input": "abc", "max_tokens": 240, "end_id": -1})
-        end = time.monotonic() + 30
-        while ensemble_server.gauge("nv_trt_llm_request_metrics", "active") < 65:
-            assert time.monotonic() < end, "the request of the BLS model does not reach the engine"
+        wait_for_active(ensemble_server, 65)
         gone.close(cancel=True)
-        while count_short() == before:
-            assert ensemble_server.gauge("nv_trt_llm_request_metrics", "waiting") > 0
+        while True:  # the count rises before the gauge falls: read them the other way round
+            is_waiting = ensemble_server.gauge("nv_trt_llm_request_metrics", "waiting") > 0
+            if count_short() > before:
+                break
+            assert is_waiting
         for _ in range(64):
             busy.next()
     ensemble_server.wait_until_idle()
