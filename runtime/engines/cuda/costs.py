@@ -2,9 +2,10 @@
 
 A profile holds the milliseconds of every captured verify pass and of drafts at two KV lengths; between
 them costs are interpolated by the batch's mean. While serving, each completed round moves the ratio of
-measured to profiled time (exponential means, plain ones at first): a part that all buckets of as many
-requests share, because a card under load is slower than in a profile, and a part that is the bucket's own.
-Without the first, buckets that no round has used would look cheap for no other reason than that.
+measured to profiled time (exponential means of its logarithm, plain ones at first): a part that all buckets
+of as many requests share, because a card under load is slower than in a profile, and a part that is the
+bucket's own. Without the first, buckets that no round has used would look cheap for no other reason than
+that.
 
 Invariants: no cost falls with more tokens or depth: the running maximum is applied again after every
 update; a ratio stays within ±30 % of the profile, and is reported; the profile that is stored holds none
@@ -13,6 +14,7 @@ of the ratios; ``bucket`` and ``verify_ms`` describe the same staircase.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,31 +50,36 @@ class _Ratios:
 
     A card's clock moves every bucket at once and within seconds. So a round of one bucket says something
     about all, and a bucket that was last used while the card was slow is not held to be slow for good.
+    Both parts are kept as logarithms, in which noise averages out: with means of quotients it would raise
+    every bucket that fell out of use, without an end.
     """
 
     def __init__(self, size: int) -> None:
         self.counts = np.zeros(size, np.int64)
-        self._common = 1.0
-        self._own: Float64 = np.ones(size)
+        self._common = 0.0
+        self._own: Float64 = np.zeros(size)
         self._usage: Float64 = np.zeros(size)
 
     def add(self, index: int, ratio: float) -> None:
+        """Take in one round's ratio; what a clock cannot have measured is left out."""
+        if math.isnan(ratio):
+            return
         self.counts[index] += 1
         self._usage *= 1.0 - _OWN_WEIGHT
         self._usage[index] += 1.0
-        ratio = _bounded(ratio)
+        measured = math.log(min(max(ratio, 1.0 - MAX_DRIFT), 1.0 + MAX_DRIFT))
         weight = max(_COMMON_WEIGHT, 1.0 / float(self.counts.sum()))
-        self._common += weight * (ratio / self._own[index] - self._common)
+        self._common += weight * (measured - self._own[index] - self._common)
         weight = max(_OWN_WEIGHT, 1.0 / float(self.counts[index] + _PRIOR_ROUNDS))
-        self._own[index] += weight * (ratio / self._common - self._own[index])
-        # Only the product is measured: what is shared is the mean over the buckets in use.
+        self._own[index] += weight * (measured - self._common - self._own[index])
+        # Only the sum is measured: what is shared is the mean over the buckets in use.
         mean = float(self._usage @ self._own / self._usage.sum())
-        self._own[self.counts > 0] /= mean
-        self._common *= mean
+        self._own[self.counts > 0] -= mean
+        self._common += mean
 
     def current(self) -> Float64:
         """[N], within the bounds; what is shared where no round has used a bucket."""
-        ratios = self._common * self._own
+        ratios: Float64 = np.exp(self._common + self._own)
         np.maximum(ratios, 1.0 - MAX_DRIFT, out=ratios)
         return np.minimum(ratios, 1.0 + MAX_DRIFT, out=ratios)
 
@@ -171,10 +178,6 @@ class DeviceCosts(CostModel):
     def _share(self, kv_len: float) -> float:
         low, high = self.kv_lens
         return min(max((kv_len - low) / (high - low), 0.0), 1.0)
-
-
-def _bounded(ratio: float) -> float:
-    return min(max(ratio, 1.0 - MAX_DRIFT), 1.0 + MAX_DRIFT)
 
 
 def token_sizes_for(requests: int, previous: int, num_positions: int) -> tuple[int, ...]:

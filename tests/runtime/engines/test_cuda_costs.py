@@ -92,6 +92,17 @@ def test_unused_buckets_are_not_cheap_for_being_unused() -> None:
     assert model.verify_row(1, 1)[0] == 1.0
 
 
+def test_a_time_that_is_none_is_left_out() -> None:
+    """Guards against: one NaN after which every cost of a bucket is NaN for good."""
+    model = costs()
+    model.set_batch(2, 100)
+    model.observe(2, 4, 1, float("nan"), float("nan"))
+    model.observe(2, 4, 1, 0.5, 3.3)
+    model.set_batch(2, 100)
+    assert model.verify_row(4, 4)[0] == pytest.approx(3.3)
+    assert model.draft_ms(2, 1) == pytest.approx(0.5)
+
+
 def test_a_slow_phase_is_not_held_against_the_buckets_in_use() -> None:
     """Guards against: a bucket that was used only while the card was slow, and is then avoided for good."""
     model = costs()
@@ -107,6 +118,19 @@ def test_a_slow_phase_is_not_held_against_the_buckets_in_use() -> None:
         model.observe(2, 2, 0, 0.0, 2.0)
     model.set_batch(2, 100)
     assert model.verify_row(2, 4).tolist() == pytest.approx([2.0, 3.6, 3.6], rel=0.04)
+
+
+def test_noise_does_not_raise_a_bucket_that_fell_out_of_use() -> None:
+    """Guards against: a bucket that looks dearer with every round of another one, and is never used again."""
+    model = costs()
+    model.set_batch(2, 100)
+    for _ in range(30):
+        model.observe(2, 2, 0, 0.0, 2.0)
+        model.observe(2, 4, 0, 0.0, 3.0)
+    for noise in np.random.default_rng(0).normal(0.0, 0.05, 20_000):
+        model.observe(2, 2, 0, 0.0, 2.0 * (1.0 + noise))
+    model.set_batch(2, 100)
+    assert model.verify_row(2, 4).tolist() == pytest.approx([2.0, 3.0, 3.0], rel=0.04)
 
 
 def test_stored_profile_holds_no_ratios(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
