@@ -171,8 +171,11 @@ def test_large_batches_do_not_probe_for_an_error_that_any_fit_has() -> None:
     batch.run(130)
     batch.controller.observe(10_000.0, 2_500.0, 10_400.0)  # eight standard deviations of the draws
     assert batch.controller.probe_period == MAX_PROBE_PERIOD
-    batch.controller.observe(10_000.0, 2_500.0, 10_700.0)
-    assert batch.controller.probe_period == MIN_PROBE_PERIOD
+    for expected in (10_000.0, float("nan")):
+        batch = Batch(model(0.1, 8.0), BAD)
+        batch.run(130)
+        batch.controller.observe(expected, 2_500.0, 10_700.0)
+        assert batch.controller.probe_period == MIN_PROBE_PERIOD
 
 
 def test_a_probe_drafts_one_deeper_and_verifies_one_row_in_full() -> None:
