@@ -17,6 +17,10 @@ LOG2_E = 1.4426950408889634
 LARGEST_SCALE = 3.4028234663852886e38
 
 
+#: Tokens of a row among which a device looks for its cut, f32 each.
+CUT_CANDIDATES = 2048
+
+
 @dataclass(frozen=True, slots=True)
 class Laws:
     """N laws over the first ``vocab_size`` columns of ``logits`` [N, ≥ vocab_size] f16, bf16 or f32.

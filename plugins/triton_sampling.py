@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trtllm_av.plugins.sampling_laws import Laws, Verdict
+from trtllm_av.plugins.sampling_laws import CUT_CANDIDATES, Laws, Verdict
 from trtllm_av.plugins.triton_accept_kernels import accept_kernel, uniforms_kernel
 from trtllm_av.plugins.triton_cut_kernels import cut_kernel
 from trtllm_av.plugins.triton_draw_kernels import draw_kernel, residual_kernel
@@ -25,7 +25,6 @@ from trtllm_av.plugins.triton_statistics_kernels import (
 from trtllm_av.runtime.errors import UsageError
 
 _BLOCK = 4096  # columns whose mass is kept together
-_CUT_BLOCK = 2048
 _WARPS = 8
 #: Last bits that are 0 in every value of a type as float32, an even number of them.
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}
@@ -61,8 +60,8 @@ def cut_thresholds(laws: Laws, top_k: Tensor, top_p: Tensor) -> Laws:
         with torch.cuda.device_of(logits):
             cut_kernel[(len(laws),)](
                 logits, logits.stride(0), laws.vocab_size, laws.maximum, laws.scale, laws.total,
-                top_k, top_p, _floats(logits, len(laws), _CUT_BLOCK), cut,
-                _LOW_BITS[logits.dtype], _CUT_BLOCK, num_warps=_WARPS,
+                top_k, top_p, _floats(logits, len(laws), CUT_CANDIDATES), cut,
+                _LOW_BITS[logits.dtype], CUT_CANDIDATES, num_warps=_WARPS,
             )  # fmt: skip
     kept = replace(laws, cut=cut, masses=None)
     masses = _masses(kept)

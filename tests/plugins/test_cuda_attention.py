@@ -117,6 +117,8 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
         (torch.bfloat16, 300, (9, 3, 64), 1, 160),
         (torch.bfloat16, 16, (32, 8, 128), 8, 1024),  # rows share their keys among programs
         (torch.bfloat16, 3, (32, 8, 128), 200, 640),  # a prefill: many tiles of queries
+        (torch.bfloat16, 40, (9, 3, 64), 30, 300),  # short rows beside others of two tiles
+        (torch.bfloat16, 9, (32, 1, 64), 3, 200),  # one query has more heads than a short tile rows
         (torch.bfloat16, 5, (8, 8, 80), 5, 77),  # no groups, an odd head size, an odd cache
         (torch.float16, 1, (9, 3, 64), 8, 4096),
         (torch.float32, 33, (9, 3, 64), 8, 300),

@@ -199,14 +199,16 @@ def test_total_is_only_replaced_by_a_cut() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab_size", "width"), [(111, 128), (32000, 32000)])
+@pytest.mark.parametrize(("vocab_size", "width"), [(111, 128), (2049, 2064), (32000, 32000)])
 def test_cuts_are_those_of_plain_torch(dtype: torch.dtype, vocab_size: int, width: int) -> None:
     """Guards against ties cut apart, a cut on the wrong side of zero, and a nucleus of another size."""
     torch.manual_seed(11)
     laws = sampling_ops.row_statistics(
         hard_logits(108, width, vocab_size, dtype), temperatures(108), vocab_size
     )
-    top_k = torch.tensor([0, 1, 2, 50, vocab_size - 1, vocab_size])[torch.randint(6, (108,))]
+    # Up to 2048 tokens are searched apart from their row.
+    top_k = torch.tensor([0, 1, 50, 2047, 2048, 2049, vocab_size - 1, vocab_size])
+    top_k = top_k[torch.randint(8, (108,))]
     top_p = torch.tensor([1.0, 0.0, 1e-9, 0.3, 0.9, 0.999])[torch.randint(6, (108,))]
     plain = sampling_ops.cut_thresholds(laws, top_k, top_p)
     ours = sampling_ops.cut_thresholds(on_gpu(laws), top_k.cuda(), top_p.cuda())

@@ -75,7 +75,10 @@ def from_json(data: dict[str, Any], num_positions: int) -> DeviceCosts:
     }
     for bucket in profile.values():
         is_whole = bucket.verify.shape == (2, len(bucket.tokens)) and bucket.draft.shape == (2, 2)
-        if not is_whole or not np.isfinite(bucket.verify).all() or (bucket.verify <= 0.0).any():
+        # Costs divide measured times; only a further position may cost nothing that a clock sees.
+        positive = np.concatenate([bucket.verify.ravel(), bucket.draft[:, :1].ravel()])
+        is_usable = (positive > 0.0).all() and (bucket.draft >= 0.0).all()
+        if not (is_whole and is_usable and np.isfinite(positive.sum() + bucket.draft.sum())):
             raise ValueError("its costs are incomplete")
     low, high = data["kv_lens"]
     return DeviceCosts(profile, num_positions=num_positions, kv_lens=(int(low), int(high)))

@@ -25,6 +25,7 @@ from trtllm_av.runtime.coefficient_store import (
 from trtllm_av.runtime.controller import AdaptiveController
 from trtllm_av.runtime.cost_model import CostModel
 from trtllm_av.runtime.cost_table import ProfileKey
+from trtllm_av.runtime.engines.cuda import profile
 from trtllm_av.runtime.engines.cuda.buffers import RoundShape
 from trtllm_av.runtime.engines.cuda.cost_files import load_profile, store_profile
 from trtllm_av.runtime.engines.cuda.costs import DeviceCosts
@@ -39,7 +40,6 @@ from trtllm_av.runtime.engines.cuda.memory import (
     describe,
     round_needs,
 )
-from trtllm_av.runtime.engines.cuda.profile import measure_costs
 from trtllm_av.runtime.engines.cuda.round import DeviceRound
 from trtllm_av.runtime.engines.cuda.round_sampling import Sampling
 from trtllm_av.runtime.engines.cuda.state import DeviceState
@@ -238,7 +238,7 @@ def _profile_key(executor: CudaExecutor, loaded: LoadedModel) -> ProfileKey:
     shape = f"{executor.num_slots}x{executor.max_len}x{executor.num_positions}"
     return ProfileKey(
         model_digest=f"{loaded.digest}+{drafter.cost_key}+{shape}",
-        executor=f"{identity.executor} torch {torch.__version__}",
+        executor=f"{identity.executor} {profile.VERSION} torch {torch.__version__}",
         device=identity.device,
         dtype=identity.dtype,
         num_threads=identity.threads,
@@ -254,6 +254,6 @@ def _costs(
     costs = load_profile(cache_folder(), key, executor.num_positions)
     if costs is None:
         kv_lens = (min(_SHORT_CONTEXT, executor.max_len // 4), executor.max_len // 2)
-        costs = measure_costs(executor, kv_lens=kv_lens, sampling=Sampling.PLAIN)
+        costs = profile.measure_costs(executor, kv_lens=kv_lens, sampling=Sampling.PLAIN)
         store_profile(cache_folder(), key, costs)
     return costs

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_av.plugins.sampling_laws import CUT_CANDIDATES
 from trtllm_av.runtime.engines.cuda.buffers import RoundShape
 from trtllm_av.runtime.engines.cuda.target import SlotCache
 from trtllm_av.runtime.engines.cuda.transfer import carved_bytes
@@ -20,7 +21,7 @@ from trtllm_av.runtime.models.config import LlamaConfig
 _GIB = 2.0**30
 #: Tensors of one packed token that are alive at once in a pass: states, queries, activations of the MLP.
 _LIVE_STATES = 6
-#: CUDA context, kernels, work space of the matrix products.
+#: CUDA context, kernels, work space of the matrix products and of rows that share their keys in attention.
 _RUNTIME_BYTES = 1 << 30
 
 
@@ -67,6 +68,10 @@ def round_needs(shape: RoundShape, max_requests: int) -> list[Need]:
         Need(
             f"drafts and their logits of {max_requests} requests",
             sum(carved_bytes(part(max_requests)) for part in parts),
+        ),
+        Need(
+            f"candidates of top-k and top-p for {max_requests} requests",
+            max_requests * (1 + shape.num_positions) * CUT_CANDIDATES * 4,
         ),
         Need("CUDA context and work space", _RUNTIME_BYTES),
     ]

@@ -1,6 +1,7 @@
 """Measures what the captured graphs of an executor cost, before it serves.
 
-Invariants: rows are live ones of the stated KV length, spread as a round spreads them; the median of five
+Invariants: rows are live ones of the stated KV length (and a token, of the round ahead), spread as a round
+spreads them; the median of five
 replays counts; sizes are measured in turns of increasing size within one request bucket; the executor's
 state is empty afterwards. Verify passes of the longer KV length are measured at three token buckets: what
 the context adds lies on a line between them, because it is attention's part and depends on rows.
@@ -21,6 +22,8 @@ from trtllm_av.runtime.engines.cuda.round_sampling import Sampling
 from trtllm_av.runtime.engines.cuda.state import Field
 from trtllm_av.runtime.estimator import cold_coefficients
 
+#: Of what is measured here and of the kernels behind it: profiles of another one are measured again.
+VERSION = 2
 _REPEATS = 5
 
 
