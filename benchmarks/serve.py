@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.serve_report import compare, print_tables, save_plot, summarise
-from benchmarks.serve_setup import ServingSetup, environment, read_prompts
+from benchmarks.serve_setup import NUM_POSITIONS, ServingSetup, environment, read_prompts
+from trtllm_av.runtime.cost_profile import write_whole
+from trtllm_av.runtime.errors import AdaptiveVerificationError
 
 CONCURRENCIES = (1, 4, 16, 64, 128, 256, 512)
 MODES = ("none", "1", "2", "3", "5", "7", "adaptive")
@@ -40,16 +44,16 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=Path, help="PNG file to write")
     parser.add_argument("--target-load", choices=("llama-8b",), help="a second model in every pass")
-    parser.add_argument("--concurrency", type=_integers, default=CONCURRENCIES)
-    parser.add_argument("--modes", type=lambda text: tuple(text.split(",")), default=MODES)
-    parser.add_argument("--rounds", type=int, default=96)
+    parser.add_argument("--concurrency", type=_concurrencies, default=CONCURRENCIES)
+    parser.add_argument("--modes", type=_modes, default=MODES)
+    parser.add_argument("--rounds", type=_positive, default=96)
     parser.add_argument("--warm-up", type=int, default=16)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=_positive, default=3)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-prompt", type=int, default=160, help="longer prompts are left out")
     parser.add_argument(
         "--min-prompts",
-        type=int,
+        type=_positive,
         default=8,
         help="of a run: few requests are served in more passes",
     )
@@ -67,23 +71,9 @@ def main() -> None:
         "max_prompt": args.max_prompt,
         "training_rounds": TRAINING_ROUNDS,
     }
-
-    def passes(concurrency: int) -> int:
-        return max(args.min_prompts // concurrency, 1)
-
     report = _resume(args.output, settings)
-    # With more prompts than before only the runs of few requests are measured again.
-    report["runs"] = [run for run in report["runs"] if run["passes"] == passes(run["concurrency"])]
-    done = {(run["repetition"], run["concurrency"], run["mode"]) for run in report["runs"]}
-    wanted = sorted(
-        (
-            (repetition, concurrency, mode)
-            for repetition in range(args.repetitions)
-            for concurrency in args.concurrency
-            for mode in args.modes
-            if (repetition, concurrency, mode) not in done
-        ),
-        key=lambda run: _is_slow(*run),
+    wanted = _missing(
+        report["runs"], args.repetitions, args.concurrency, args.modes, args.min_prompts
     )
     if wanted:
         setup = ServingSetup(
@@ -113,15 +103,33 @@ def main() -> None:
             args.warm_up,
             args.rounds,
             seed=repetition,
-            passes=passes(concurrency),
+            passes=_passes(concurrency, args.min_prompts),
         )
-        report["runs"].append({"repetition": repetition, **run})
+        run = {"repetition": repetition, **run}
+        report["runs"] = [one for one in report["runs"] if _key(one) != _key(run)] + [run]
         report["cost_drift"] = setup.drift()
         _save(report, args.output)
     if args.plot is not None:
         save_plot(report, args.plot)
     print_tables(report)
     print(f"{time.monotonic() - started:.1f} s in all")
+
+
+def _passes(concurrency: int, min_prompts: int) -> int:
+    return max(min_prompts // concurrency, 1)
+
+
+def _missing(
+    runs: Sequence[dict[str, Any]],
+    repetitions: int,
+    concurrencies: Sequence[int],
+    modes: Sequence[str],
+    min_prompts: int,
+) -> list[tuple[int, int, str]]:
+    """What is to be measured, in order: what ``runs`` lack, or have over fewer prompts."""
+    done = {_key(run) for run in runs if run["passes"] >= _passes(run["concurrency"], min_prompts)}
+    wanted = itertools.product(range(repetitions), concurrencies, modes)
+    return sorted((run for run in wanted if run not in done), key=lambda run: _is_slow(*run))
 
 
 def _is_slow(repetition: int, concurrency: int, mode: str) -> bool:
@@ -134,7 +142,7 @@ def _save(report: dict[str, Any], path: Path) -> None:
     report["table"] = summarise(report["runs"])
     report["comparison"] = compare(report["table"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_whole(path, json.dumps(report, indent=1) + "\n")
 
 
 def _joined(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -145,19 +153,47 @@ def _joined(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any
     return now | {"buckets": sorted(kept + now["buckets"], key=lambda b: b["requests"])}
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _key(run: dict[str, Any]) -> tuple[int, int, str]:
+    return run["repetition"], run["concurrency"], run["mode"]
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number ≥ 1")
+    return number
+
+
+def _concurrencies(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    modes = tuple(text.split(","))
+    for mode in modes:
+        if mode not in ("none", "adaptive", *map(str, range(1, NUM_POSITIONS + 1))):
+            raise argparse.ArgumentTypeError(
+                f"mode {mode!r} is not none, adaptive or a K from 1 to {NUM_POSITIONS}"
+            )
+    return modes
 
 
 def _resume(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The report at ``path`` if its settings are these, else an empty one."""
-    if path.exists():
+    if not path.exists():
+        return {"settings": settings, "runs": []}
+    try:
         report: dict[str, Any] = json.loads(path.read_text())
-        if report["settings"] == settings:
-            return report
+        is_same, _ = report["settings"] == settings, [_key(run) for run in report["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} is no report to go on with ({error!r}); move it away") from None
+    if not is_same:
         raise SystemExit(f"{path} was measured with other settings; move it away")
-    return {"settings": settings, "runs": []}
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaptiveVerificationError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -69,8 +69,8 @@ def read_prompts(folder: Path, max_tokens: int) -> list[list[int]]:
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]
-    if not rows:
-        raise SystemExit(f"{folder} holds no *.jsonl with prompts")
+    if not rows or not all(row.get("prompt") or row.get("prompt_token_ids") for row in rows):
+        raise SystemExit(f"{folder} holds no *.jsonl with a prompt in each line")
     if all("prompt_token_ids" in row for row in rows):
         prompts = [row["prompt_token_ids"] for row in rows]
     else:
@@ -84,7 +84,12 @@ def read_prompts(folder: Path, max_tokens: int) -> list[list[int]]:
             )
             for row in rows
         ]
-    return [prompt for prompt in prompts if len(prompt) <= max_tokens]
+    prompts = [prompt for prompt in prompts if len(prompt) <= max_tokens]
+    if not prompts:
+        raise SystemExit(
+            f"no prompt of {folder} has at most {max_tokens} tokens; allow longer ones"
+        )
+    return prompts
 
 
 def environment() -> dict[str, str]:

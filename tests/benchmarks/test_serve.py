@@ -51,9 +51,14 @@ def test_prompts_are_token_ids_or_refused(tmp_path: Path) -> None:
     """Guards against: long prompts that change the load, and an empty folder that measures nothing."""
     with pytest.raises(SystemExit, match="holds no"):
         read_prompts(tmp_path, 10)
+    (tmp_path / "p.jsonl").write_text('{"text": "x"}')
+    with pytest.raises(SystemExit, match="a prompt in each line"):
+        read_prompts(tmp_path, 10)
     lines = [{"prompt_token_ids": [1] * length} for length in (3, 11, 10)]
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     assert [len(prompt) for prompt in read_prompts(tmp_path, 10)] == [3, 10]
+    with pytest.raises(SystemExit, match="allow longer ones"):
+        read_prompts(tmp_path, 2)
 
 
 def test_another_settings_report_is_not_continued(tmp_path: Path) -> None:
@@ -61,10 +66,30 @@ def test_another_settings_report_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "serve.json"
     settings = {"rounds": 96}
     assert serve._resume(path, settings) == {"settings": settings, "runs": []}
-    path.write_text(json.dumps({"settings": settings, "runs": [run("none", 1.0)]}))
+    measured = run("none", 1.0) | {"repetition": 0}
+    path.write_text(json.dumps({"settings": settings, "runs": [measured]}))
     assert len(serve._resume(path, settings)["runs"]) == 1
     with pytest.raises(SystemExit, match="other settings"):
         serve._resume(path, {"rounds": 48})
+
+
+def test_only_what_is_missing_is_measured() -> None:
+    """Guards against: measured runs thrown away by a call with other loads or fewer prompts."""
+    runs = [run("none", 1.0, concurrency=c) | {"repetition": 0, "passes": 4} for c in (1, 4)]
+    assert serve._missing(runs, 1, (1, 4), ("none",), 4) == []
+    assert serve._missing(runs, 1, (1, 4, 64), ("none",), 1) == [(0, 64, "none")]
+    assert serve._missing(runs, 1, (1, 4), ("none",), 16) == [(0, 1, "none")]
+    assert serve._missing(runs, 2, (512,), ("7", "none"), 1)[-1] == (1, 512, "7")  # slow ones last
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"settings": {"rounds": 96}, "runs": [{}]}'])
+def test_a_damaged_report_is_not_continued(tmp_path: Path, text: str) -> None:
+    """Guards against: a traceback, or a report that loses what it held."""
+    path = tmp_path / "serve.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="no report to go on with"):
+        serve._resume(path, {"rounds": 96})
+    assert path.read_text() == text
 
 
 def test_a_resumed_report_keeps_the_profile_of_other_loads() -> None:
