@@ -55,7 +55,7 @@ def write_model(folder: Path) -> Path:
 
 
 def write_head(path: Path, model: Path) -> Path:
-    """A file of random drafting weights for the model at ``model``; it drafts every other token."""
+    """A file of random drafting weights for the model at ``model``; they draft tokens of even numbers."""
     loaded = load_checkpoint(model)
     config = loaded.config
     head = EagleHead(

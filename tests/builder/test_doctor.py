@@ -81,6 +81,8 @@ def test_report_holds_sections_and_results(
     assert command("--selftest", "--json", f"--report={report}")[0] == 1
     code, out, err = command("--selftest", f"--report={tmp_path / 'absent' / 'report.json'}")
     assert code == 2 and "cannot be written (No such file or directory)" in err
+    code, out, err = command("--selftest", f"--report={tmp_path}")
+    assert code == 2 and "cannot be written (Is a directory)" in err and "self-test" not in err
 
 
 def test_an_interrupted_self_test_leaves_no_report(
