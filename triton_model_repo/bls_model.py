@@ -31,13 +31,16 @@ from trtllm_av.triton_model_repo.backend import (
     to_load_error,
     to_triton_error,
 )
-from trtllm_av.triton_model_repo.calls import CHECK_SECONDS
+from trtllm_av.triton_model_repo.calls import CANCELLED, CHECK_SECONDS
 from trtllm_av.triton_model_repo.fields import Fields, decode_text
 from trtllm_av.triton_model_repo.parameters import Parameters
 from trtllm_av.triton_model_repo.refusals import refuse_unsupported
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _MAX_THREADS = 128  # requests beyond it wait their turn
+# Of them at most so many wait for a first response of the engine's model. Each of these holds one of the 32
+# threads that Triton gives this model by default to ask others; with none left nobody could be stopped.
+_MAX_UNANSWERED = 24
 # A thread of this backend drops its reference to a request's responses some time after the last of them.
 # If that reference is the last one, releases before 24.12 free their arrays there, without the interpreter's
 # lock, and the stub crashes; later ones can wait for that lock for ever. So ours are dropped later.
@@ -104,6 +107,7 @@ class BlsModel:
         self._open: dict[str, Any] = {}  # request id of the engine's model -> sender of ours
         self._lock = threading.Lock()  # guards _open, whose requests have no final response yet
         self._ended: deque[tuple[float, Any]] = deque()  # when, and the responses of a request
+        self._unanswered = threading.BoundedSemaphore(_MAX_UNANSWERED)
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch_clients, name="clients", daemon=True)
         self._watcher.start()
@@ -239,6 +243,12 @@ class BlsModel:
             *_renamed(always, {"streaming": "streaming"}),
         ]
 
+    def _wait_for_turn(self, request_id: str) -> None:
+        """Until few enough requests wait for the engine's first response; raises if the client leaves."""
+        while not self._unanswered.acquire(timeout=CHECK_SECONDS):
+            if self._is_left(request_id):
+                raise _ChildError(to_triton_error(CANCELLED))
+
     def _engine_responses(self, inputs: list[Any], request_id: str) -> Iterator[dict[str, Any]]:
         inference = pb_utils.InferenceRequest(
             model_name=self._engine_model,
@@ -246,18 +256,22 @@ class BlsModel:
             requested_output_names=["av_text", "output_log_probs", "batch_index", *_COUNTS],
             inputs=inputs,
         )
-        responses = inference.exec(decoupled=True)
-        error = None
-        try:
-            for response in responses:  # to the last, also after an error
-                if response.has_error():
-                    error = response.error()
-                elif tensors := {
-                    tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()
-                }:
-                    yield tensors
-        finally:
-            self._ended.append((time.monotonic(), responses))
+        self._wait_for_turn(request_id)
+        with contextlib.ExitStack() as unanswered:
+            unanswered.callback(self._unanswered.release)
+            responses = inference.exec(decoupled=True)
+            error = None
+            try:
+                for response in responses:  # to the last, also after an error
+                    unanswered.close()
+                    if response.has_error():
+                        error = response.error()
+                    elif tensors := {
+                        tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()
+                    }:
+                        yield tensors
+            finally:
+                self._ended.append((time.monotonic(), responses))
         if error is not None:
             raise _ChildError(error)
 

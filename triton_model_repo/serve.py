@@ -1,8 +1,8 @@
 """``trtllm-av-serve``: a model behind a Triton server.
 
 Exit codes: 0 ended by SIGINT or SIGTERM, 1 the server did not start or died, 2 wrong usage. Standard output
-says where the server listens once it is ready; all logs go to standard error. Whatever ends the command,
-the server's processes, shared memory and folder go with it.
+says where the server listens once it is ready; all logs go to standard error. Whatever ends the command
+but SIGKILL, the server's processes, shared memory and folder go with it.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ def test_a_client_that_leaves_frees_its_slot(ensemble_server: Server, model: str
     before = ensemble_server.emitted()
     gone = Streams(ensemble_server)
     for _ in range(
-        24
-    ):  # three times the slots: on a slow machine the first may end before the client goes
+        60
+    ):  # more than slots and threads of Triton, which all could wait for the engine
         if model == "tensorrt_llm":
             gone.send(model, token_fields([5, 6, 7], 240, streaming=True, end_id=-1))
         else:
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_frees_its_slot(ensemble_server: Server, model: str
     gone.next()
     gone.close(cancel=True)
     ensemble_server.wait_until_idle()
-    assert ensemble_server.emitted() - before < 24 * 240 / 2
+    assert ensemble_server.emitted() - before < 60 * 240 / 8
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
