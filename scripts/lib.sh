@@ -19,7 +19,7 @@ fail() {
 }
 
 say() {
-    printf '\n== %s\n' "$*"
+    printf '\n== %s\n' "$*" >&2 # standard output is the command's
 }
 
 require_python() { # $1: an interpreter
