@@ -32,6 +32,7 @@ CONCURRENCIES = (1, 4, 16, 64, 128, 256, 512)
 MODES = ("none", "1", "2", "3", "5", "7", "adaptive")
 TRAINING_ROUNDS, TRAINING_REQUESTS = 200, 64
 SLOW_TOKENS = 1024
+_RUN_KEYS = {"repetition", "concurrency", "mode", "passes"}
 
 
 def main() -> None:
@@ -141,7 +142,6 @@ def _is_slow(repetition: int, concurrency: int, mode: str) -> bool:
 def _save(report: dict[str, Any], path: Path) -> None:
     report["table"] = summarise(report["runs"])
     report["comparison"] = compare(report["table"])
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(report, indent=1) + "\n")
 
 
@@ -184,8 +184,10 @@ def _resume(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         return {"settings": settings, "runs": []}
     try:
         report: dict[str, Any] = json.loads(path.read_text())
-        is_same, _ = report["settings"] == settings, [_key(run) for run in report["runs"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        is_same = report["settings"] == settings
+        if not all(run.keys() >= _RUN_KEYS for run in report["runs"]):
+            raise ValueError("a run is incomplete")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SystemExit(f"{path} is no report to go on with ({error!r}); move it away") from None
     if not is_same:
         raise SystemExit(f"{path} was measured with other settings; move it away")

@@ -66,7 +66,7 @@ def test_another_settings_report_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "serve.json"
     settings = {"rounds": 96}
     assert serve._resume(path, settings) == {"settings": settings, "runs": []}
-    measured = run("none", 1.0) | {"repetition": 0}
+    measured = run("none", 1.0) | {"repetition": 0, "passes": 1}
     path.write_text(json.dumps({"settings": settings, "runs": [measured]}))
     assert len(serve._resume(path, settings)["runs"]) == 1
     with pytest.raises(SystemExit, match="other settings"):
