@@ -21,7 +21,7 @@ from trtllm_av.runtime.calibration import CalibrationBins
 from trtllm_av.runtime.depth import DepthController
 from trtllm_av.runtime.estimator import AcceptanceEstimator
 
-_ROUNDS = 10  # divides the refit interval of 100, so that no flush is cut short
+ROUNDS_AT_ONCE = 10  # divides the refit interval of 100, so that no flush is cut short
 
 
 def accepted_moments(
@@ -73,7 +73,7 @@ class RoundFeedback:
         self._controller = controller
         self._num_rounds = 0
         self._num_rows = 0
-        capacity = _ROUNDS * max_requests
+        capacity = ROUNDS_AT_ONCE * max_requests
         # NumPy, not torch: copying a slice costs a fraction of a torch call.
         self._features = np.empty(
             (capacity, estimator.num_positions, estimator.num_features), dtype
@@ -119,7 +119,7 @@ class RoundFeedback:
     def end_round(self) -> bool:
         """Count a round, drafted or not; True if the coefficients changed."""
         self._num_rounds += 1
-        if self._num_rounds == _ROUNDS or self._estimator.is_refit_due:
+        if self._num_rounds == ROUNDS_AT_ONCE or self._estimator.is_refit_due:
             self.flush()
         return self._estimator.tick()
 
@@ -141,7 +141,7 @@ class RoundFeedback:
             num_positions=self._estimator.num_positions,
             confidence=torch.from_numpy(confidence),
         )
-        self.calibration.add(confidence, labels.numpy())
+        self.check(confidence, labels.numpy(), verify_lens, accepted_lens, trainable_lens > 0)
         if self._overlaps is not None:
             soften(labels.numpy(), self._overlaps[:rows])
         statistics = torch_ops.accumulate_statistics(
@@ -151,7 +151,20 @@ class RoundFeedback:
         )
         self._estimator.observe(statistics.numpy(), self._estimator.version)
 
-        is_checked = trainable_lens > 0
+    def check(
+        self,
+        confidence: NDArray[np.floating[Any]],
+        labels: NDArray[np.floating[Any]],
+        verify_lens: NDArray[np.int32],
+        accepted_lens: NDArray[np.int32],
+        is_checked: NDArray[np.bool_],
+    ) -> None:
+        """Compare what ``confidence`` [N,K] promised with what came of it, over rows of several rounds.
+
+        ``labels`` [N,K] as of ``label_drafts``; ``verify_lens`` and ``accepted_lens`` [N] int32;
+        ``is_checked`` [N], False for rows whose draft may end before it is judged.
+        """
+        self.calibration.add(confidence, labels)
         expected, variance = accepted_moments(confidence, verify_lens * is_checked)
         actual = int(accepted_lens @ is_checked)
         self.expected_accepted += expected

@@ -20,10 +20,8 @@ from torch import Tensor
 from trtllm_av.plugins import torch_ops
 from trtllm_av.runtime.acceptance import Acceptance
 from trtllm_av.runtime.controller import AdaptiveController
-from trtllm_av.runtime.feedback import accepted_moments
+from trtllm_av.runtime.feedback import ROUNDS_AT_ONCE
 from trtllm_av.runtime.step import Drafts, RoundOutcome, RoundPlan, Trim
-
-_CHECKED_ROUNDS = 10
 
 
 class _Finished(NamedTuple):
@@ -82,13 +80,13 @@ class LateFeedback:
         self._finished.append(
             _Finished(confidence, lens[:3], results["overlap"], trainable_lens, is_checked)
         )
-        if len(self._finished) == _CHECKED_ROUNDS:
+        if len(self._finished) == ROUNDS_AT_ONCE:
             self._check()
 
     def _check(self) -> None:
         """Compare what confidences promised with what came of it, over the rounds that wait for it."""
-        feedback, depth = self._controller.feedback, self._controller.depth
-        assert feedback is not None and depth is not None
+        feedback = self._controller.feedback
+        assert feedback is not None
         rounds, self._finished = self._finished, []
         confidence = np.concatenate([one.confidence for one in rounds])
         lens = np.concatenate([one.lens for one in rounds], axis=1)
@@ -99,12 +97,7 @@ class LateFeedback:
             np.concatenate([one.overlap for one in rounds]),
             np.concatenate([one.trainable_lens for one in rounds]),
         )
-        feedback.calibration.add(confidence, labels.numpy())
-        expected, variance = accepted_moments(confidence, lens[1] * is_checked)
-        actual = int(lens[2] @ is_checked)
-        feedback.expected_accepted += expected
-        feedback.actual_accepted += actual
-        depth.observe(expected, variance, actual)
+        feedback.check(confidence, labels.numpy(), lens[1], lens[2], is_checked)
 
 
 def _labels(
